@@ -1,0 +1,1 @@
+"""The decode loop: draft, verify, accept, commit. It knows token ids only."""

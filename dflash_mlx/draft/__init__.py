@@ -1,0 +1,1 @@
+"""Drafters: one file each, the contract in base."""

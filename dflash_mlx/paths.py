@@ -1,0 +1,37 @@
+"""Where the package's own files lie (wheel or checkout) and where the cache folder is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def _packaged(name: str) -> Path:
+    """A top-level file of the project: inside the package in a wheel, beside it in a checkout."""
+    inside = _PACKAGE / name
+    return inside if inside.exists() else _PACKAGE.parent / name
+
+
+def metal_dir() -> Path:
+    """The folder of the Metal kernel sources."""
+    return _packaged("metal")
+
+
+def registry_file() -> Path:
+    """The registry of known target and drafter pairs, models.toml."""
+    return _packaged("models.toml")
+
+
+def assets_dir() -> Path:
+    """The folder of the embedded drafter."""
+    return _PACKAGE / "assets"
+
+
+def home_dir() -> Path:
+    """The cache folder: $DFLASH_HOME, else ~/.cache/dflash-mlx ($XDG_CACHE_HOME honoured)."""
+    if home := os.environ.get("DFLASH_HOME"):
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dflash-mlx"
