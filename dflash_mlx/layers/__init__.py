@@ -1,1 +1,1 @@
-"""Building blocks that families and drafters share."""
+"""Building blocks that several model families share."""

@@ -1,0 +1,75 @@
+"""Full causal attention with grouped queries, over segments that each have their own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.cache import KVCache
+from dflash_mlx.layers.rope import Rope
+from dflash_mlx.segment import Segment, by_segment, rejoin
+
+
+class Attention(nn.Module):
+    """q/k/v/o projections; q_norm and k_norm (per head, before rope) when `norm_eps` is given."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope: Rope,
+        *,
+        bias: bool = False,
+        norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.scale = head_dim**-0.5
+        self.rope = rope
+        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=bias)
+        if norm_eps is not None:
+            self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+
+    def __call__(
+        self, x: mx.array, segments: Sequence[Segment], caches: Sequence[KVCache]
+    ) -> mx.array:
+        """[1, ΣT, H] -> [1, ΣT, H]; `caches` holds this layer's cache of every segment."""
+        rows = x.shape[1]
+        queries = self.q_proj(x).reshape(1, rows, self.heads, -1)  # [1, ΣT, Hq, D]
+        keys = self.k_proj(x).reshape(1, rows, self.kv_heads, -1)  # [1, ΣT, Hkv, D]
+        values = self.v_proj(x).reshape(1, rows, self.kv_heads, -1)
+        if "q_norm" in self:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        attended = [
+            self._attend(q, k, v, cache)
+            for q, k, v, cache in zip(
+                by_segment(queries, segments),
+                by_segment(keys, segments),
+                by_segment(values, segments),
+                caches,
+                strict=True,
+            )
+        ]
+        return self.o_proj(rejoin(attended))
+
+    def _attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, cache: KVCache
+    ) -> mx.array:
+        """One segment: [1, T, Hq, D] and twice [1, T, Hkv, D] -> [1, T, Hq·D]."""
+        rows, start = queries.shape[1], cache.length
+        queries = self.rope(queries.transpose(0, 2, 1, 3), start)
+        keys = self.rope(keys.transpose(0, 2, 1, 3), start)
+        keys, values = cache.write(keys, values.transpose(0, 2, 1, 3))
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale, mask="causal" if rows > 1 else None
+        )
+        return out.transpose(0, 2, 1, 3).reshape(1, rows, -1)

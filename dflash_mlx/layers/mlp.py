@@ -1,0 +1,26 @@
+"""The gated feed-forward layer: down(silu(gate(x)) · up(x))."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+@partial(mx.compile, shapeless=True)
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) · up, elementwise, as one fused kernel."""
+    return gate * mx.sigmoid(gate) * up
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., H] -> [..., H]."""
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
