@@ -1,0 +1,283 @@
+"""The decode loop over one sequence, and the caches of that sequence, which stay for a next turn.
+
+It knows token ids only. Plain decoding is the same loop with no drafts.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import mlx.core as mx
+
+from dflash_mlx.decode.sampling import SamplingParams
+from dflash_mlx.decode.stats import GenerationStats
+from dflash_mlx.decode.step import Chooser, Flight, launch
+from dflash_mlx.draft.base import DraftCache, Drafter
+from dflash_mlx.models.base import Target
+from dflash_mlx.segment import Segment
+
+PREFILL_CHUNK = 512
+#: MLX keeps freed buffers for reuse; shapes change as the context grows, so they go at times
+CLEAR_CACHE_EVERY = 256
+#: cycles without one accepted draft after which a person is told
+NEVER_AGREED_CYCLES = 16
+
+Guard = Callable[[], AbstractContextManager[object]]
+
+
+class Session:
+    """One sequence: committed tokens, the target's cache and the drafter's context.
+
+    guard: entered around every piece of MLX work and never held while the caller has control;
+    it selects the stream and excludes other threads.
+    block_size: rows a cycle verifies, anchor included; at most the drafter's trained block.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        guard: Guard,
+        *,
+        block_size: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.block_size = block_size or (drafter.block_size if drafter else 1)
+        self.prefill_chunk = prefill_chunk
+        self._guard = guard
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence and free its caches."""
+        self.ids: list[int] = []  # tokens whose rows are committed
+        self.cache = self.target.make_cache()
+        self.draft_cache: DraftCache | None = None
+        if self.drafter is not None and self.block_size > 1:
+            self.draft_cache = self.drafter.make_cache()
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens; start afresh where a cache cannot go back so far."""
+        if length >= len(self.ids):
+            return
+        kept = self.cache.rewind(length)
+        if kept and self.draft_cache is not None:
+            kept = self.draft_cache.rewind(length)
+        if kept:
+            del self.ids[length:]
+        else:
+            self.reset()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the caches hold."""
+        return self.cache.nbytes + (self.draft_cache.nbytes if self.draft_cache else 0)
+
+    def run(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int,
+        end_ids: Collection[int],
+        stats: GenerationStats,
+    ) -> Iterator[list[int]]:
+        """Continue `prompt` (the whole sequence so far); yield the new tokens step by step.
+
+        Tokens of `prompt` that the caches already hold are not run again. The last token is the
+        first end token or the max_tokens-th; every token but the last one is committed then.
+        `stats` is filled on the way. Closing the iterator stops the work; an exception inside a
+        step leaves the session empty.
+        """
+        if not prompt or max_tokens < 1:
+            raise ValueError("a prompt of at least one token and max_tokens of at least 1")
+        stats.accept_histogram = [0] * self.block_size if self.draft_cache else []
+        chooser = self._chooser(params)
+        try:
+            first = self._prefill(prompt, chooser, stats)
+            yield from self._decode(chooser, first, max_tokens, end_ids, stats)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            with self._guard():
+                self.cache.commit(0)  # rows of a step that was launched and not awaited
+                mx.eval(self._arrays())
+                stats.peak_memory_gb = mx.get_peak_memory() / 1e9
+                mx.clear_cache()
+
+    def time_plain_step(self, repeats: int = 3) -> float:
+        """Median seconds of one plain step at this context; the sequence does not change."""
+        times = []
+        with self._guard():
+            for _ in range(repeats):
+                start = time.perf_counter()
+                segment = Segment(mx.array(self.ids[-1:], mx.int32), self.cache)
+                hidden, _ = self.target.forward([segment])
+                mx.eval(mx.argmax(self.target.logits(hidden[0]), axis=-1))
+                self.cache.commit(0)
+                times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def _chooser(self, params: SamplingParams) -> Chooser:
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        with self._guard():
+            return Chooser(params, mx.random.key(seed), self.target.vocab_size)
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        """The drafter while it is in use."""
+        return self.drafter if self.draft_cache is not None else None
+
+    def _arrays(self) -> list[mx.array]:
+        drafts = self.draft_cache.arrays() if self.draft_cache is not None else []
+        return self.cache.arrays() + drafts
+
+    def _prefill(self, prompt: Sequence[int], chooser: Chooser, stats: GenerationStats) -> mx.array:
+        """Run what the caches lack of the prompt, chunk by chunk; the first token [1]."""
+        start = time.perf_counter()
+        with self._guard():
+            mx.reset_peak_memory()
+            # The last prompt token always runs: its logits choose the first new token.
+            self.rewind(_common_prefix(self.ids, prompt[:-1]))
+            stats.prompt_tokens, stats.cached_tokens = len(prompt), len(self.ids)
+            if chooser.history is not None:
+                chooser.history.add(mx.array(prompt, mx.int32))
+        hidden = None
+        while len(self.ids) < len(prompt):
+            with self._guard():
+                hidden = self._prefill_chunk(prompt)
+        assert hidden is not None
+        with self._guard():
+            verdict = chooser.judge(self.target.logits(hidden), None)
+            mx.eval(verdict.tokens)
+        stats.prefill_seconds = time.perf_counter() - start
+        return verdict.tokens
+
+    def _prefill_chunk(self, prompt: Sequence[int]) -> mx.array:
+        """Run and commit the next chunk; the hidden state of its last row [1, H]."""
+        chunk = list(prompt[len(self.ids) : len(self.ids) + self.prefill_chunk])
+        drafter = self._drafter
+        segment = Segment(mx.array(chunk, mx.int32), self.cache)
+        hidden, features = self.target.forward([segment], drafter.taps if drafter else ())
+        self.cache.commit(len(chunk))
+        if drafter is not None and features is not None:
+            drafter.observe(features, self.draft_cache)
+        last = hidden[0, -1:]
+        mx.eval(last, self._arrays())
+        mx.clear_cache()
+        self.ids += chunk
+        return last
+
+    def _decode(
+        self,
+        chooser: Chooser,
+        first: mx.array,
+        max_tokens: int,
+        end_ids: Collection[int],
+        stats: GenerationStats,
+    ) -> Iterator[list[int]]:
+        tokens: list[int] = first.tolist()
+        flight: Flight | None = None
+        if chooser.history is not None:
+            with self._guard():
+                chooser.history.add(first)
+        began = time.perf_counter()
+        for step in range(1, max_tokens + 1):
+            stats.generation_tokens += len(tokens)
+            stats.generation_seconds = time.perf_counter() - began
+            left = max_tokens - stats.generation_tokens
+            ended = tokens[-1] in end_ids
+            if ended or not left:
+                stats.finish_reason = "stop" if ended else "length"
+                yield tokens
+                return
+            if flight is None:
+                with self._guard():
+                    flight = self._launch(chooser, mx.array(tokens[-1:], mx.int32), left)
+            yield tokens
+            with self._guard():
+                tokens, flight = self._land(chooser, flight, tokens[-1], left, end_ids, stats)
+                if step % CLEAR_CACHE_EVERY == 0:
+                    mx.clear_cache()
+
+    def _launch(self, chooser: Chooser, anchor: mx.array, left: int) -> Flight:
+        # A cycle emits its accepted drafts and one more token, so `left - 1` drafts suffice.
+        drafts = min(self.block_size - 1, left - 1) if self.draft_cache is not None else 0
+        return launch(
+            self.target, self.cache, self._drafter, self.draft_cache, chooser, anchor, drafts
+        )
+
+    def _land(
+        self,
+        chooser: Chooser,
+        flight: Flight,
+        anchor: int,
+        left: int,
+        end_ids: Collection[int],
+        stats: GenerationStats,
+    ) -> tuple[list[int], Flight | None]:
+        """Await a step and keep what it emits: its tokens, and the step launched behind it.
+
+        A plain step always keeps exactly its anchor's row, so the next one is launched before
+        this one is read; a cycle has to be read first, to know which rows stay.
+        """
+        ahead = None
+        if not flight.drafted:
+            self._keep(flight, [anchor])
+            if chooser.history is not None:
+                chooser.history.add(flight.tokens)
+            if left > 1:
+                ahead = self._launch(chooser, flight.tokens, left - 1)
+        accepted, healthy, tokens = flight.read()
+        tokens = _until_end(tokens, end_ids)
+        if flight.drafted:
+            self._keep(flight, [anchor, *tokens[:-1]])
+            if chooser.history is not None:
+                chooser.history.add(mx.array(tokens, mx.int32))
+            stats.count_cycle(flight.drafted, accepted, len(tokens))
+            self._watch_drafter(healthy, stats)
+        return tokens, ahead
+
+    def _keep(self, flight: Flight, ids: list[int]) -> None:
+        """Commit the rows of `ids` in the target and give their features to the drafter."""
+        self.cache.commit(len(ids))
+        self.ids += ids
+        drafter = self._drafter
+        if drafter is not None and flight.features is not None:
+            drafter.observe(flight.features[:, : len(ids)], self.draft_cache)
+
+    def _watch_drafter(self, healthy: bool, stats: GenerationStats) -> None:
+        if not healthy:
+            self.draft_cache = None
+            stats.warn(
+                "The drafter produced NaN; the rest was decoded without it. "
+                "The text is not affected; load another drafter or another --dtype."
+            )
+        elif stats.cycles >= NEVER_AGREED_CYCLES and not stats.accepted:
+            stats.warn(
+                "The drafter has not agreed with the target once. "
+                "The text is not affected; check that the drafter was trained for this model."
+            )
+
+
+def _common_prefix(kept: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    for index, (a, b) in enumerate(zip(kept, prompt, strict=False)):
+        if a != b:
+            return index
+    return min(len(kept), len(prompt))
+
+
+def _until_end(tokens: list[int], end_ids: Collection[int]) -> list[int]:
+    """Tokens up to and with the first end token."""
+    for index, token in enumerate(tokens):
+        if token in end_ids:
+            return tokens[: index + 1]
+    return tokens

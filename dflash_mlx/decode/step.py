@@ -1,0 +1,111 @@
+"""One step of decoding as a lazy graph: draft, verify, accept. With no drafts it is a plain step.
+
+    anchor ──propose──> d_1..d_n ──┐
+       └────────────────────────── [anchor d_1 .. d_n] ──verify──> rows 0..n ──accept──> verdict
+
+Nothing here reads an array: `Flight.read` is the one host synchronisation of a cycle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from dflash_mlx.cache import CacheStack
+from dflash_mlx.decode.accept import Verdict, accept_greedy, accept_sampled
+from dflash_mlx.decode.sampling import History, SamplingParams, draw, penalise, probabilities
+from dflash_mlx.draft.base import DraftCache, Drafter, DraftSampling, Proposal
+from dflash_mlx.models.base import Target
+from dflash_mlx.segment import Segment
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A launched step. The target's cache holds its drafted + 1 rows as pending."""
+
+    drafted: int
+    tokens: mx.array  # [drafted + 1] int32, lazy
+    packed: mx.array  # [accepted, healthy, tokens...] int32: everything the host reads
+    features: mx.array | None  # [1, drafted + 1, T·H]
+
+    def read(self) -> tuple[int, bool, list[int]]:
+        """Wait for the step: drafts accepted, proposal healthy, the accepted + 1 emitted tokens."""
+        accepted, healthy, *tokens = self.packed.tolist()
+        return accepted, bool(healthy), tokens[: accepted + 1]
+
+
+class Chooser:
+    """Turns the target's logits into tokens under one generation's settings."""
+
+    def __init__(self, params: SamplingParams, key: mx.array, vocab_size: int) -> None:
+        self.params = params
+        self._key = key
+        penalised = params.repetition_penalty != 1
+        self.history = History(vocab_size) if penalised else None
+
+    def next_key(self) -> mx.array:
+        self._key, key = mx.random.split(self._key)
+        return key
+
+    def draft_sampling(self) -> DraftSampling | None:
+        """Drafts are drawn through the target's own filters; penalties see the text so far."""
+        params = self.params
+        if params.greedy:
+            return None
+        seen = self.history.rows(None) if self.history else None
+
+        def filtered(logits: mx.array) -> mx.array:
+            if seen is not None:
+                logits = penalise(logits, seen, params.repetition_penalty)
+            return probabilities(logits, params)
+
+        return DraftSampling(params.temperature, self.next_key(), filtered)
+
+    def judge(self, logits: mx.array, proposal: Proposal | None) -> Verdict:
+        """logits [n+1, V] of the verified rows -> verdict over the proposal's n drafts."""
+        if self.history is not None:
+            drafts = proposal.tokens if proposal else None
+            seen = self.history.rows(drafts)
+            logits = penalise(logits, seen, self.params.repetition_penalty)
+        if self.params.greedy:
+            choices = mx.argmax(logits, axis=-1).astype(mx.int32)
+            if proposal is None:
+                return Verdict(mx.array(0, mx.int32), choices)
+            return accept_greedy(proposal.tokens, choices)
+        probs = probabilities(logits, self.params)
+        if proposal is None:
+            return Verdict(mx.array(0, mx.int32), draw(probs, self.next_key()))
+        return accept_sampled(proposal, probs, self.next_key())
+
+
+def launch(
+    target: Target,
+    cache: CacheStack,
+    drafter: Drafter | None,
+    draft_cache: DraftCache | None,
+    chooser: Chooser,
+    anchor: mx.array,
+    drafts: int,
+) -> Flight:
+    """Build one step behind `anchor` ([1] int32, lazy allowed) and start it.
+
+    `drafts` 0 is a plain step; features are still tapped while there is a drafter, so that its
+    context stays complete.
+    """
+    proposal = None
+    ids = anchor
+    if drafts:
+        assert drafter is not None and draft_cache is not None
+        proposal = drafter.propose(anchor, drafts, chooser.draft_sampling(), draft_cache)
+        # An unhealthy proposal may hold any integer; the target must still read a real embedding.
+        clipped = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
+        proposal = Proposal(clipped, proposal.probs, proposal.healthy, proposal.candidates)
+        ids = mx.concatenate([anchor, clipped])
+    hidden, features = target.forward([Segment(ids, cache)], drafter.taps if drafter else ())
+    verdict = chooser.judge(target.logits(hidden[0]), proposal)
+    healthy = proposal.healthy if proposal else mx.array(True)
+    head = mx.stack([verdict.accepted, healthy.astype(mx.int32)])
+    packed = mx.concatenate([head, verdict.tokens])
+    mx.async_eval(packed)
+    return Flight(drafts, verdict.tokens, packed, features)
