@@ -25,6 +25,8 @@ __all__ = ["__version__", *sorted(_PUBLIC)]
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
+        # The fast BLAS has to be loaded before MLX, which every public name imports.
+        import_module("dflash_mlx.machine").prepare_blas()
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'dflash_mlx' has no attribute {name!r}")
 

@@ -25,7 +25,7 @@ class GenerationStats:
     generation_seconds: float = 0.0
     #: wall seconds of the whole generation, prefill and text handling included
     total_seconds: float = 0.0
-    #: "dflash" when drafts were verified, else "plain"
+    #: "dflash" when a drafter was in use, else "plain"
     engine: str = "plain"
     #: why this engine answered
     engine_reason: str = ""
@@ -52,6 +52,7 @@ class GenerationStats:
     blas: str = ""
     #: sentences a person should see
     warnings: list[str] = field(default_factory=list)
+    _last_cycle: tuple[int, int] = field(default=(0, 0), repr=False)
 
     @property
     def prefill_tps(self) -> float | None:
@@ -73,13 +74,27 @@ class GenerationStats:
 
         Where an end token or max_tokens clipped the cycle, only emitted drafts count as accepted.
         """
-        kept = min(accepted, emitted)
         self.cycles += 1
         self.drafted += drafted
-        self.accepted += kept
-        self.cycle_tokens += emitted
+        self._last_cycle = (accepted, emitted)
+        self._add_emitted(accepted, emitted, 1)
+
+    def retract(self, dropped: int) -> None:
+        """The last step emitted `dropped` tokens fewer: a stop string ended inside its text."""
+        if not dropped:
+            return
+        accepted, emitted = self._last_cycle
+        self._add_emitted(accepted, emitted, -1)
+        self._last_cycle = (accepted, emitted - dropped)
+        self._add_emitted(accepted, emitted - dropped, 1)
+        self.generation_tokens -= dropped
+
+    def _add_emitted(self, accepted: int, emitted: int, sign: int) -> None:
+        kept = min(accepted, emitted)
+        self.accepted += sign * kept
+        self.cycle_tokens += sign * emitted
         self.accept_histogram.extend([0] * (kept + 1 - len(self.accept_histogram)))
-        self.accept_histogram[kept] += 1
+        self.accept_histogram[kept] += sign
 
     def warn(self, sentence: str) -> None:
         if sentence not in self.warnings:
@@ -87,7 +102,7 @@ class GenerationStats:
 
     def to_json(self) -> dict[str, Any]:
         """All fields and rates as one JSON-ready document."""
-        document = asdict(self)
+        document = {k: v for k, v in asdict(self).items() if not k.startswith("_")}
         for name in ("prefill_tps", "generation_tps", "tokens_per_cycle"):
             document[name] = getattr(self, name)
         return document

@@ -96,7 +96,8 @@ def launch(
     proposal = None
     ids = anchor
     if drafts:
-        assert drafter is not None and draft_cache is not None
+        assert drafter is not None
+        assert draft_cache is not None
         proposal = drafter.propose(anchor, drafts, chooser.draft_sampling(), draft_cache)
         # An unhealthy proposal may hold any integer; the target must still read a real embedding.
         clipped = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
