@@ -1,0 +1,256 @@
+"""From a checkpoint on disk to a target with every weight in its place, evaluated."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.models import build_target
+from dflash_mlx.models.base import Target
+from dflash_mlx.weights import read_config, read_weights
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+_GROUP_KEYS = {"group_size", "bits", "mode"}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How weights are held. `dtype` None: bfloat16, or a quantized checkpoint's own float type."""
+
+    dtype: mx.Dtype | None
+    keep_quantized: bool
+
+
+def resolve_dtype(name: str, *, metal: bool | None = None) -> Precision:
+    """What `--dtype NAME` means on this back-end (`metal` None: the one MLX has).
+
+    On the CPU back-end quantized weights are dequantized once, and auto is float32: bfloat16 and
+    quantized matmul are some twenty times slower there.
+    """
+    metal = mx.metal.is_available() if metal is None else metal
+    if name == "auto":
+        return Precision(None, True) if metal else Precision(mx.float32, False)
+    if name not in _DTYPES:
+        raise UsageError(f"The dtype {name!r} is not known; use one of auto, {', '.join(_DTYPES)}.")
+    return Precision(_DTYPES[name], metal)
+
+
+def load_target(path: Path, dtype: str = "auto") -> Target:
+    """Load a folder (HF or MLX safetensors) or a .gguf file.
+
+    Every tensor of the checkpoint is used and every parameter set, or CheckpointError names it.
+    All parameters are evaluated, so another thread may run the model.
+    """
+    return load_target_as(path, resolve_dtype(dtype))
+
+
+def load_target_as(path: Path, precision: Precision) -> Target:
+    """`load_target` with the precision decided by the caller."""
+    if path.suffix.lower() == ".gguf":
+        model = _load_gguf(path, precision)
+    else:
+        model = _load_folder(path, precision)
+    # The dropped originals of converted weights go back to the system, not to MLX's cache.
+    gc.collect()
+    mx.clear_cache()
+    return model
+
+
+def _load_folder(folder: Path, precision: Precision) -> Target:
+    config = read_config(folder)
+    _refuse_drafter(folder, config)
+    groups = _Groups.read(folder, config)
+    model = build_target(config)
+    weights = read_weights(folder)
+    _drop_harmless(weights, config)
+    dtype = precision.dtype
+    if dtype is None:
+        scales = [a.dtype for name, a in weights.items() if name.endswith(".scales")]
+        own = [kind for kind in scales if kind in _DTYPES.values()]
+        dtype = own[0] if own else mx.bfloat16
+    _fill(model, weights, groups, folder, dtype, keep_quantized=precision.keep_quantized)
+    return model
+
+
+def _load_gguf(file: Path, precision: Precision) -> Target:
+    # Here, because the reader's package is slow to import and folders need none of it.
+    from dflash_mlx.gguf import open_gguf
+
+    source = open_gguf(file)
+    config = source.config()
+    model = build_target(config)
+    dtype = precision.dtype or mx.bfloat16
+    keep = precision.keep_quantized
+    groups = _Groups({}, source.quantization() if keep else {})
+    weights = source.weights(keep, dtype)
+    _drop_harmless(weights, config)
+    _fill(model, weights, groups, file, dtype, keep_quantized=keep)
+    return model
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Quantization of a checkpoint: what all modules have in common, and exceptions by path."""
+
+    common: Mapping[str, Any]
+    by_path: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path, config: Mapping[str, Any]) -> _Groups:
+        """MLX's `quantization` object; any other quantization is refused by name."""
+        foreign = config.get("quantization_config")
+        own = config.get("quantization")
+        method = foreign.get("quant_method") if isinstance(foreign, Mapping) else foreign
+        if method or (foreign and not own):
+            raise CheckpointError(
+                f"{folder} is quantized by {method or 'an unnamed method'}, which is not "
+                "supported; use the unquantized checkpoint, an MLX or a GGUF conversion."
+            )
+        if own is None:
+            return cls({}, {})
+        if not isinstance(own, Mapping) or not {"group_size", "bits"} <= own.keys():
+            raise CheckpointError(
+                f"The quantization in config.json of {folder} has no group_size and bits; "
+                "convert the checkpoint again."
+            )
+        common = {key: own[key] for key in _GROUP_KEYS if key in own}
+        return cls(common, {k: v for k, v in own.items() if k not in _GROUP_KEYS})
+
+    def of(self, path: str) -> dict[str, Any]:
+        """group_size, bits and mode of a quantized module; CheckpointError when not stated."""
+        exception = self.by_path.get(path)
+        groups = {**self.common, **(exception if isinstance(exception, Mapping) else {})}
+        if not groups or exception is False:
+            raise CheckpointError(
+                f"{path} has quantized weights, but the config states no quantization for it; "
+                "convert the checkpoint again."
+            )
+        if unknown := groups.keys() - _GROUP_KEYS:
+            raise CheckpointError(
+                f"The quantization of {path} has {', '.join(sorted(unknown))}, which is not "
+                "supported; convert the checkpoint with group_size, bits and mode only."
+            )
+        return {"mode": "affine", **groups}
+
+
+def _fill(
+    model: nn.Module,
+    weights: dict[str, mx.array],
+    groups: _Groups,
+    source: Path,
+    dtype: mx.Dtype,
+    *,
+    keep_quantized: bool,
+) -> None:
+    """Move `weights` into `model`, one module's at a time, emptying the dict."""
+    quantized = sorted(n.removesuffix(".scales") for n in weights if n.endswith(".scales"))
+    if keep_quantized:
+        _quantize_modules(model, quantized, groups, source)
+    else:
+        for path in quantized:
+            _dequantize(path, weights, groups.of(path), source, dtype)
+    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    _check_names(expected.keys(), weights.keys(), source)
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise CheckpointError(
+                f"{name} of {source} has shape {weights[name].shape}, its config asks for {shape}; "
+                "use the config.json that belongs to these weights."
+            )
+    for name in expected:
+        array = weights.pop(name)
+        if mx.issubdtype(array.dtype, mx.floating):
+            array = array.astype(dtype)
+        mx.eval(array)
+        model.update(tree_unflatten([(name, array)]))
+    mx.eval(model.parameters())
+
+
+def _quantize_modules(model: nn.Module, paths: list[str], groups: _Groups, source: Path) -> None:
+    wanted = {path: groups.of(path) for path in paths}
+    modules = {path for path, _ in model.named_modules()}
+    if unknown := sorted(wanted.keys() - modules):
+        raise _unexpected([f"{unknown[0]}.scales"], source)
+    try:
+        nn.quantize(model, class_predicate=lambda path, _: wanted.get(path, False))
+    except ValueError as error:
+        raise CheckpointError(
+            f"The quantization in {source} does not fit its weights ({error}); convert the "
+            "checkpoint again."
+        ) from None
+
+
+def _dequantize(
+    path: str, weights: dict[str, mx.array], groups: dict[str, Any], source: Path, dtype: mx.Dtype
+) -> None:
+    """Replace the module's weight, scales (and biases) by the weight they stand for."""
+    if f"{path}.weight" not in weights:
+        raise _missing([f"{path}.weight"], source)
+    packed, scales = weights.pop(f"{path}.weight"), weights.pop(f"{path}.scales")
+    biases = weights.pop(f"{path}.biases", None)
+    if groups["mode"] == "affine":
+        if biases is None:
+            raise _missing([f"{path}.biases"], source)
+        # In float32, or the rounding of a 16-bit product would be added to that of the scales.
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    try:
+        dense = mx.dequantize(packed, scales, biases, **groups, dtype=mx.float32)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} of {source} does not fit its quantization ({error}); convert the checkpoint "
+            "again."
+        ) from None
+    dense = dense.astype(dtype)
+    mx.eval(dense)
+    weights[f"{path}.weight"] = dense
+
+
+def _refuse_drafter(folder: Path, config: Mapping[str, Any]) -> None:
+    names = config.get("architectures") or []
+    if "dflash_config" in config or any("dflash" in str(name).lower() for name in names):
+        raise CheckpointError(
+            f"{folder} is a DFlash drafter, not a model; give the model it was made for, and this "
+            "with --draft."
+        )
+
+
+def _drop_harmless(weights: dict[str, mx.array], config: Mapping[str, Any]) -> None:
+    """Drop what never takes part: old rotary tables, and the head of a tied model (as HF does)."""
+    for name in list(weights):
+        tied_head = config.get("tie_word_embeddings") and name.startswith("lm_head.")
+        if name.endswith(".rotary_emb.inv_freq") or tied_head:
+            _log.debug("not used: %s", name)
+            del weights[name]
+
+
+def _check_names(expected: Any, found: Any, source: Path) -> None:
+    if missing := sorted(expected - found):
+        raise _missing(missing, source)
+    if extra := sorted(found - expected):
+        raise _unexpected(extra, source)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _missing(names: list[str], source: Path) -> CheckpointError:
+    return CheckpointError(f"{source} lacks {_listed(names)}; fetch or convert it again.")
+
+
+def _unexpected(names: list[str], source: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{source} holds {_listed(names)}, which its model_type does not use; use a checkpoint "
+        "that fits its config.json."
+    )
