@@ -1,0 +1,89 @@
+"""The command `dflash-mlx`: its commands, and what becomes of the errors they raise.
+
+Nothing heavy is imported here or at the head of a command's file, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from dflash_mlx import __version__
+from dflash_mlx.cli import chat, doctor, models
+from dflash_mlx.errors import DFlashError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+app = typer.Typer(
+    name="dflash-mlx",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("chat")(chat.chat)
+app.command("models")(models.models)
+app.command("doctor")(doctor.doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dflash-mlx {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Run language models on this machine with DFlash speculative decoding: lossless, faster."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 doctor found a problem, 2 an error of the user.
+
+    Errors meant for users become their message on standard error; anything else is a bug and
+    keeps its traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = app(arguments or ["--help"], prog_name="dflash-mlx", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except DFlashError as error:
+        return _refuse(str(error))
+    except typer.TyperException as error:
+        return _refuse(_with_hint(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone; the flush at exit must not complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def _refuse(message: str) -> int:
+    print(f"dflash-mlx: {message}", file=sys.stderr)
+    return 2
+
+
+def _with_hint(error: typer.TyperException) -> str:
+    """The sentence about wrong arguments, and where the right ones are listed."""
+    sentence = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "dflash-mlx"
+    return f"{sentence}. `{command} --help` lists what it takes."

@@ -1,0 +1,216 @@
+"""`dflash-mlx chat`: one answer, or a session at the terminal.
+
+Reads options and shows text; everything about models is the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_mlx.cli import console
+from dflash_mlx.errors import UsageError
+
+if TYPE_CHECKING:
+    from dflash_mlx.decode.sampling import SamplingParams
+    from dflash_mlx.engine import Engine
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DRAFT_BITS = (4, 8)
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How to answer, the same for every turn."""
+
+    max_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    system: str | None
+    thinking: bool | None
+    stats: bool | None  # None: the statistics that suit the way of use
+
+    def for_turn(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
+
+    def for_answer(self) -> dict[str, Any]:
+        return {**self.for_turn(), "system": self.system, "thinking": self.thinking}
+
+
+def _flag(*names: str, text: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, show_default=False)
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A name of `dflash-mlx models`, a hub id, a folder or a GGUF file.",
+        ),
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="What to answer; - reads standard input. Without it a session starts.",
+            show_default=False,
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        _flag(
+            "--draft",
+            metavar="REPO_OR_FOLDER",
+            text="Draft with this drafter instead of the model's own.",
+        ),
+    ] = None,
+    no_draft: Annotated[bool, _flag("--no-draft", text="Decode plainly, without drafts.")] = False,
+    draft_bits: Annotated[
+        int | None, _flag("--draft-bits", metavar="4|8", text="Quantize the drafter.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="Most tokens of an answer.")
+    ] = 2048,
+    temp: Annotated[
+        float | None, _flag("--temp", text="Temperature; 0 (the default) is greedy.")
+    ] = None,
+    top_p: Annotated[
+        float | None, _flag("--top-p", text="Keep the likeliest tokens up to this probability.")
+    ] = None,
+    top_k: Annotated[int | None, _flag("--top-k", text="Keep this many tokens; 0 is off.")] = None,
+    min_p: Annotated[
+        float | None, _flag("--min-p", text="Keep tokens this likely relative to the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, _flag("--repetition-penalty", text="Above 1 discourages repetition.")
+    ] = None,
+    seed: Annotated[int | None, _flag("--seed", text="Makes sampling repeatable.")] = None,
+    system: Annotated[str | None, _flag("--system", text="System message.")] = None,
+    thinking: Annotated[
+        bool | None, _flag("--thinking/--no-thinking", text="Reason before the answer, or not.")
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        _flag("--block-size", metavar="N", text="Tokens verified a cycle, the anchor included."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Number type of the weights.")
+    ] = "auto",
+    stop: Annotated[
+        list[str] | None,
+        _flag("--stop", metavar="STRING", text="End the answer before this; repeatable."),
+    ] = None,
+    revision: Annotated[
+        str | None, _flag("--revision", text="Commit, tag or branch of the model's hub repo.")
+    ] = None,
+    stats: Annotated[
+        bool | None, _flag("--stats/--no-stats", text="Show the statistics, or never.")
+    ] = None,
+    as_json: Annotated[
+        bool, _flag("--json", text="Print one JSON document instead of streamed text.")
+    ] = False,
+) -> None:
+    """Answer PROMPT, or talk with MODEL at the terminal."""
+    _check_loading(draft, no_draft, draft_bits, dtype, max_tokens)
+    question = _question(prompt, as_json)
+    given = {
+        "temperature": temp,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    how = Answering(max_tokens, _sampling(given), tuple(stop or ()), system, thinking, stats)
+    from dflash_mlx import engine as engines
+
+    engine = engines.load(
+        model,
+        draft=None if no_draft else draft or "auto",
+        draft_bits=draft_bits,
+        dtype=dtype,
+        revision=revision,
+        block_size=block_size,
+    )
+    if question is None:
+        from dflash_mlx.cli.session import run_session
+
+        run_session(engine, how, model)
+    elif as_json:
+        _answer_as_json(engine, question, how)
+    else:
+        _answer(engine, question, how)
+
+
+def _check_loading(
+    draft: str | None, no_draft: bool, draft_bits: int | None, dtype: str, max_tokens: int
+) -> None:
+    """Refuse what is wrong by itself before anything is fetched or loaded."""
+    if no_draft and draft is not None:
+        raise UsageError("--draft and --no-draft contradict each other. Leave one of them out.")
+    if no_draft and draft_bits is not None:
+        raise UsageError("--draft-bits needs a drafter, and --no-draft forbids one. Leave one out.")
+    if draft_bits is not None and draft_bits not in DRAFT_BITS:
+        raise UsageError(f"--draft-bits is {draft_bits}. A drafter can be quantized to 4 or 8.")
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
+    if max_tokens < 1:
+        raise UsageError(f"--max-tokens is {max_tokens}. Give a whole number above 0.")
+
+
+def _sampling(given: dict[str, Any]) -> SamplingParams:
+    """Sampling settings of the options given; the others keep their defaults."""
+    from dflash_mlx.machine import prepare_blas
+
+    prepare_blas()  # the next line imports MLX
+    from dflash_mlx.decode.sampling import SamplingParams
+
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _question(prompt: str | None, as_json: bool) -> str | None:
+    """The one prompt to answer, or None for a session at the terminal."""
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        if as_json:
+            raise UsageError("--json answers one prompt. Give the prompt, or pipe it in.")
+        return None
+    question = _read_stdin() if prompt in (None, "-") else prompt
+    if question is None or not question.strip():
+        raise UsageError("The prompt is empty. Give some text to answer.")
+    return question
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        return ""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"Standard input is not UTF-8 text (byte {error.start}). Convert it first."
+        ) from None
+
+
+def _answer(engine: Engine, question: str, how: Answering) -> None:
+    """Stream one answer to standard output, then its statistics to standard error."""
+    writer = console.AnswerWriter()
+    final = None
+    for chunk in engine.stream(question, **how.for_answer()):
+        writer.write(chunk)
+        final = chunk.stats
+    writer.end()
+    if final is not None:
+        console.Warnings().show(final.warnings)
+        if how.stats is not False:
+            console.show_stats(final.to_json())
+
+
+def _answer_as_json(engine: Engine, question: str, how: Answering) -> None:
+    completion = engine.generate(question, **how.for_answer())
+    console.Warnings().show(completion.stats.warnings)
+    if how.stats:
+        console.show_stats(completion.stats.to_json())
+    print(json.dumps(completion.to_json(), ensure_ascii=False))
