@@ -16,7 +16,7 @@ import tomllib
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dflash_mlx import __version__
 
@@ -254,11 +254,11 @@ def check_versions() -> list[str]:
     """
     problems = [problem for line in _requirements() if (problem := _unmet(line))]
     try:
-        mx = import_module("mlx.core")
+        mx: Any = import_module("mlx.core")
     except ImportError as error:
         return [*problems, f"MLX cannot be imported: {error}."]
     for dotted in MLX_FUNCTIONS:
-        place = mx
+        place: Any = mx
         for part in dotted.split("."):
             place = getattr(place, part, None)
         if place is None:

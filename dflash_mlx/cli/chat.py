@@ -41,77 +41,75 @@ class Answering:
         return {**self.for_turn(), "system": self.system, "thinking": self.thinking}
 
 
-def _flag(*names: str, text: str, metavar: str | None = None) -> Any:
+def _option(text: str, *names: str, metavar: str | None = None) -> Any:
+    """An option whose default says nothing worth showing."""
     return typer.Option(*names, help=text, metavar=metavar, show_default=False)
 
 
+_MODEL = "A name of `dflash-mlx models`, a hub id, a folder or a GGUF file."
+_PROMPT = "What to answer; - reads standard input. Without it a session starts."
+_DRAFT = "Draft with this drafter instead of the model's own."
+_BLOCK = "Tokens verified a cycle, the anchor included; 1 is plain decoding."
+
+Model = Annotated[str, typer.Argument(help=_MODEL)]
+Prompt = Annotated[str | None, typer.Argument(help=_PROMPT, show_default=False)]
+Draft = Annotated[str | None, _option(_DRAFT, "--draft", metavar="REPO_OR_FOLDER")]
+NoDraft = Annotated[bool, _option("Decode plainly, without drafts.", "--no-draft")]
+DraftBits = Annotated[int | None, _option("Quantize the drafter.", "--draft-bits", metavar="4|8")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")]
+Temp = Annotated[float | None, _option("Temperature; 0 (the default) is greedy.", "--temp")]
+TopP = Annotated[
+    float | None, _option("Keep the likeliest tokens up to this probability.", "--top-p")
+]
+TopK = Annotated[
+    int | None, _option("Keep this many of the likeliest tokens; 0 is off.", "--top-k")
+]
+MinP = Annotated[
+    float | None, _option("Keep tokens this likely relative to the likeliest.", "--min-p")
+]
+Penalty = Annotated[
+    float | None, _option("Above 1 discourages repetition.", "--repetition-penalty")
+]
+Seed = Annotated[int | None, _option("Makes sampling repeatable.", "--seed")]
+System = Annotated[str | None, _option("System message.", "--system")]
+Thinking = Annotated[
+    bool | None, _option("Reason before the answer, or not.", "--thinking/--no-thinking")
+]
+BlockSize = Annotated[int | None, _option(_BLOCK, "--block-size", metavar="N")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Number type of the weights.")
+]
+Stop = Annotated[
+    list[str] | None, _option("End the answer before this; repeatable.", "--stop", metavar="STRING")
+]
+Revision = Annotated[
+    str | None, _option("Commit, tag or branch of the model's hub repo.", "--revision")
+]
+Stats = Annotated[bool | None, _option("Show the statistics, or never.", "--stats/--no-stats")]
+Json = Annotated[bool, _option("Print one JSON document instead of streamed text.", "--json")]
+
+
 def chat(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A name of `dflash-mlx models`, a hub id, a folder or a GGUF file.",
-        ),
-    ],
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="What to answer; - reads standard input. Without it a session starts.",
-            show_default=False,
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        _flag(
-            "--draft",
-            metavar="REPO_OR_FOLDER",
-            text="Draft with this drafter instead of the model's own.",
-        ),
-    ] = None,
-    no_draft: Annotated[bool, _flag("--no-draft", text="Decode plainly, without drafts.")] = False,
-    draft_bits: Annotated[
-        int | None, _flag("--draft-bits", metavar="4|8", text="Quantize the drafter.")
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", help="Most tokens of an answer.")
-    ] = 2048,
-    temp: Annotated[
-        float | None, _flag("--temp", text="Temperature; 0 (the default) is greedy.")
-    ] = None,
-    top_p: Annotated[
-        float | None, _flag("--top-p", text="Keep the likeliest tokens up to this probability.")
-    ] = None,
-    top_k: Annotated[int | None, _flag("--top-k", text="Keep this many tokens; 0 is off.")] = None,
-    min_p: Annotated[
-        float | None, _flag("--min-p", text="Keep tokens this likely relative to the likeliest.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, _flag("--repetition-penalty", text="Above 1 discourages repetition.")
-    ] = None,
-    seed: Annotated[int | None, _flag("--seed", text="Makes sampling repeatable.")] = None,
-    system: Annotated[str | None, _flag("--system", text="System message.")] = None,
-    thinking: Annotated[
-        bool | None, _flag("--thinking/--no-thinking", text="Reason before the answer, or not.")
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        _flag("--block-size", metavar="N", text="Tokens verified a cycle, the anchor included."),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Number type of the weights.")
-    ] = "auto",
-    stop: Annotated[
-        list[str] | None,
-        _flag("--stop", metavar="STRING", text="End the answer before this; repeatable."),
-    ] = None,
-    revision: Annotated[
-        str | None, _flag("--revision", text="Commit, tag or branch of the model's hub repo.")
-    ] = None,
-    stats: Annotated[
-        bool | None, _flag("--stats/--no-stats", text="Show the statistics, or never.")
-    ] = None,
-    as_json: Annotated[
-        bool, _flag("--json", text="Print one JSON document instead of streamed text.")
-    ] = False,
+    model: Model,
+    prompt: Prompt = None,
+    draft: Draft = None,
+    no_draft: NoDraft = False,
+    draft_bits: DraftBits = None,
+    max_tokens: MaxTokens = 2048,
+    temp: Temp = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    system: System = None,
+    thinking: Thinking = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = "auto",
+    stop: Stop = None,
+    revision: Revision = None,
+    stats: Stats = None,
+    as_json: Json = False,
 ) -> None:
     """Answer PROMPT, or talk with MODEL at the terminal."""
     _check_loading(draft, no_draft, draft_bits, dtype, max_tokens)
