@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import mixed_bits, write_folder, write_quantized
+from checkpoints import INDEX, mixed_bits, write_folder, write_quantized
 from mlx_lm.utils import load_model
 from oracle import plain_greedy, plain_logits
 from tiny import target_of, tiny_config, tiny_prompt, tiny_weights
