@@ -1,0 +1,208 @@
+"""Text to token ids and back: encoding, chat templates, end ids, thinking tags.
+
+Wraps transformers' fast tokenizer, read from a model folder or built from a GGUF file's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# transformers says on import that it found no PyTorch; nothing here uses it.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from dflash_mlx.detokenizer import StreamDetokenizer, pieces_factory
+from dflash_mlx.errors import CheckpointError, UsageError
+
+_THINK_TAGS = ("<think>", "</think>")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """A model's tokenizer, chat template and end ids. Immutable; safe to share between threads."""
+
+    end_ids: frozenset[int]  # any of these ends an answer
+    think_tags: tuple[str, str] | None  # around the model's reasoning, for models that reason
+
+    def __init__(self, hf: PreTrainedTokenizerFast, end_ids: frozenset[int], name: str) -> None:
+        """`hf` is taken over; `name` is what error messages call the model."""
+        self._hf, self._name = hf, name
+        self._backend = hf.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        template = hf.chat_template
+        if isinstance(template, dict):  # several named templates; transformers picks "default"
+            template = template.get("default")
+        self._template: str = template or ""
+        added = self._backend.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._pieces = pieces_factory(self._backend, name)
+        self.end_ids = end_ids
+        known = all(tag in self._template for tag in _THINK_TAGS) or all(
+            self._backend.token_to_id(tag) is not None for tag in _THINK_TAGS
+        )
+        self.think_tags = _THINK_TAGS if known else None
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._template)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a raw prompt, framed as the tokenizer does by itself (often one BOS in front).
+
+        A text that begins with the BOS token already gets no second one.
+        """
+        ids = self._backend.encode(text).ids
+        bos = self._hf.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of the text alone; special tokens written in it are recognised."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids without special tokens.
+
+        Spaces before punctuation stay, whatever `clean_up_tokenization_spaces` says: taking them
+        out changes code that the model wrote.
+        """
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def detokenizer(self) -> StreamDetokenizer:
+        """Fresh streaming state; the texts it gives join to `decode` of all ids."""
+        return StreamDetokenizer(self._backend, self._special, self._pieces())
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The chat template's text for messages (`role` and `content`), ready for an answer.
+
+        `thinking` is the template's `enable_thinking`, None leaves it to the template. Raises
+        UsageError for messages the template refuses and for `thinking` where it knows no such mode.
+        """
+        if not self._template:
+            raise UsageError(
+                f"{self._name} has no chat template. Give a raw prompt or use an instruct model."
+            )
+        extra: dict[str, Any] = {}
+        if thinking is not None:
+            if "enable_thinking" not in self._template:
+                raise UsageError(
+                    f"The chat template of {self._name} has no thinking mode to turn "
+                    f"{'on' if thinking else 'off'}. Leave the thinking option away."
+                )
+            extra["enable_thinking"] = thinking
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(_checked(message)) for message in messages],
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **extra,
+            )
+        except TemplateError as error:
+            raise UsageError(
+                f"The chat template of {self._name} refuses these messages: {error}. "
+                "Change their roles or their order."
+            ) from error
+        assert isinstance(text, str)  # tokenize=False
+        return text
+
+    def chat_ids(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
+        """Ids of the rendered messages; the template alone says whether there is a BOS."""
+        return self.encode_plain(self.render(messages, thinking))
+
+    def opens_thinking(self, rendered_prompt: str) -> bool:
+        """Whether the prompt ends inside a think block: the answer then begins with reasoning."""
+        return self.think_tags is not None and rendered_prompt.rstrip().endswith(self.think_tags[0])
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model folder or GGUF file.
+
+    Raises CheckpointError when there is none, or one that cannot be read or streamed.
+    """
+    return _from_folder(path) if path.is_dir() else _from_gguf(path)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    # Only here: the gguf package costs half a second that folders need not pay.
+    from dflash_mlx.gguf.file import read_gguf
+    from dflash_mlx.gguf.vocabulary import end_ids, read_vocabulary
+
+    file = read_gguf(path)
+    vocabulary = read_vocabulary(file)
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary.tokenizer,
+        chat_template=vocabulary.chat_template,
+        **vocabulary.special_tokens,
+    )
+    return Tokenizer(hf, end_ids(file), path.name)
+
+
+def _from_folder(path: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there. "
+            "Fetch the complete model, or put its tokenizer files into the folder."
+        )
+    try:
+        hf = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a broken folder
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(
+            f"The tokenizer in {path} cannot be read ({reason}). Fetch the model again."
+        ) from error
+    if not isinstance(hf, PreTrainedTokenizerFast):
+        raise CheckpointError(
+            f"The tokenizer in {path} is a {type(hf).__name__} without a fast version. "
+            "Convert it to tokenizer.json."
+        )
+    ids = {hf.eos_token_id} if hf.eos_token_id is not None else set()
+    for name in ("config.json", "generation_config.json"):
+        ids |= _configured_end_ids(path / name)
+    return Tokenizer(hf, frozenset(ids), path.name)
+
+
+def _configured_end_ids(file: Path) -> set[int]:
+    """The `eos_token_id` of a config file, also that of its `text_config`; empty without one."""
+    if not file.is_file():
+        return set()
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON ({error}). Fetch the model again.") from error
+    found: set[int] = set()
+    for level in (config, config.get("text_config") or {}):
+        value = level.get("eos_token_id")
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(v) is int for v in values):
+            raise CheckpointError(
+                f"{file} has eos_token_id {value!r}, which is no token id or list of them. "
+                "Correct the file or fetch the model again."
+            )
+        found.update(values)
+    return found
+
+
+def _checked(message: Message) -> Message:
+    for key in ("role", "content"):
+        if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+            raise UsageError(
+                f"A message needs the strings 'role' and 'content', and {message!r} lacks {key!r}. "
+                "Write every message as {'role': 'user', 'content': '…'}."
+            )
+    return message
