@@ -60,8 +60,8 @@ lock_setup() {
     until mkdir "$venv.lock" 2>/dev/null; do
         [ -d "$venv.lock" ] || fail "Cannot write in $(dirname "$venv")."
         owner="$(cat "$venv.lock/pid" 2>/dev/null || true)"
-        if [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null ||
-            [ -z "$owner" ] && [ "$waited" -gt 25 ]; then
+        if { [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; } ||
+            { [ -z "$owner" ] && [ "$waited" -gt 25 ]; }; then
             rm -rf "$venv.lock" # its set-up was killed
             continue
         fi

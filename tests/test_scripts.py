@@ -1,0 +1,266 @@
+"""The set-up script in a copy of the checkout, with a stand-in for Python that notes its calls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Answers the version question and makes an environment that holds itself and the command; its
+# pip writes down the arguments and fails, or is killed, where the test says so.
+PYTHON = """#!/bin/bash
+echo "$(basename "$0") $*" >>"{log}"
+case "$*" in
+*version_info*) echo "{minor}" ;;
+*sys.version*) echo "{minor}.1" ;;
+*ensurepip*) exit {no_ensurepip} ;;
+"-m venv "*)
+    mkdir -p "$3/bin"
+    cp "$0" "$3/bin/python"
+    printf '#!/bin/bash\\necho "ran:$*"\\n' >"$3/bin/dflash-mlx"
+    chmod +x "$3/bin/dflash-mlx" ;;
+"-m pip install "*)
+    echo "pip is noisy"
+    if [ -f "{folder}/fail" ]; then exit 1; fi
+    if [ -f "{folder}/kill" ]; then kill -9 $PPID; exit 1; fi
+    if [ -f "{folder}/slow" ]; then sleep 1; fi ;;
+"-m pytest"*) echo "pytest in $PWD:${{*:3}}" ;;
+esac
+"""
+
+
+@dataclass
+class Checkout:
+    """A copy of what the scripts need, and a PATH with only stand-ins and the system's tools."""
+
+    root: Path
+    bin: Path
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def add_python(self, name: str, minor: str, no_ensurepip: int = 0) -> None:
+        text = PYTHON.format(
+            log=self.log, minor=minor, no_ensurepip=no_ensurepip, folder=self.log.parent
+        )
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def start(self, script: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(self.root / "scripts" / script), *arguments],
+            env={"PATH": str(self.bin), "HOME": str(self.root), **self.env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+
+    def run(self, script: str, *arguments: str) -> tuple[int, str, str]:
+        process = self.start(script, *arguments)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def calls(self, word: str) -> int:
+        return self.log.read_text().count(word) if self.log.exists() else 0
+
+    def switch(self, name: str, on: bool) -> None:
+        place = self.log.parent / name
+        place.touch() if on else place.unlink()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    root = tmp_path / "a check out"  # a space in the path must not matter
+    root.mkdir()
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in (
+        "bash", "env", "dirname", "basename", "cksum", "mkdir", "rm", "mv", "cp", "cat", "sed",
+        "ls", "sleep", "chmod",
+    ):  # fmt: skip
+        (tools / name).symlink_to(shutil.which(name) or name)
+    return Checkout(root, tools, tmp_path / "log")
+
+
+def test_the_first_run_sets_up_and_the_second_only_runs(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    code, out, err = checkout.run("dflash", "chat", "a b", "--json")
+    assert (code, out) == (0, "ran:chat a b --json\n")  # pip's lines are kept off the output
+    assert "making a private environment" in err
+    assert "pip is noisy" in err
+    assert checkout.run("dflash", "x") == (0, "ran:x\n", "")
+    assert checkout.calls("-m venv") == checkout.calls("-m pip install") == 1
+
+
+def test_the_second_run_costs_little(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    checkout.run("dflash")
+    costs = []
+    for _ in range(5):
+        start = time.perf_counter()
+        checkout.run("dflash")
+        costs.append(time.perf_counter() - start)
+    assert min(costs) < 0.2
+
+
+def test_the_real_python_answers_the_questions_of_the_set_up() -> None:
+    """The stand-in answers as the real one does."""
+    minor = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    for code, answer in (
+        ('import sys; print("%d.%d" % sys.version_info[:2])', minor),
+        ("import sys; print(sys.version.split()[0])", sys.version.split()[0]),
+    ):
+        assert code in (ROOT / "scripts/setup.sh").read_text()
+        done = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True)
+        assert done.stdout.strip() == answer
+
+
+def test_a_fitting_python_is_searched_for(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.9")
+    checkout.add_python("python3.13", "")  # a shim that leads nowhere
+    checkout.add_python("python3.12", "3.12", no_ensurepip=1)
+    checkout.add_python("python3.11", "3.11")
+    code, _, err = checkout.run("dflash")
+    assert code == 0, err
+    assert "with " + str(checkout.bin / "python3.11") in err
+
+
+def test_no_fitting_python_is_one_sentence(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.14")
+    assert checkout.run("dflash") == (
+        2,
+        "",
+        "No Python 3.11, 3.12 or 3.13 was found on the PATH. "
+        "Install one (python.org, your package manager) and run this again.\n",
+    )
+    assert not (checkout.root / ".venv.lock").exists()
+
+
+def test_a_python_without_ensurepip_is_one_sentence(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.11", no_ensurepip=1)
+    code, out, err = checkout.run("dflash")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"{checkout.bin}/python3 lacks the modules venv and ensurepip, which make a private "
+        "environment. Install them (on Debian and Ubuntu: apt-get install python3-venv) and run "
+        "this again.\n"
+    )
+
+
+@pytest.mark.parametrize("how", ["fail", "kill"])
+def test_an_interrupted_set_up_is_repeated(checkout: Checkout, how: str) -> None:
+    checkout.add_python("python3", "3.12")
+    checkout.switch(how, True)
+    code, out, err = checkout.run("dflash", "x")
+    assert code != 0
+    assert "ran:" not in out
+    assert ("could not be installed" in err) == (how == "fail")
+    checkout.switch(how, False)
+    code, out, err = checkout.run("dflash", "x")
+    assert (code, out) == (0, "ran:x\n")
+    assert checkout.calls("-m venv") == 2
+
+
+def test_changed_dependencies_are_installed(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    checkout.run("dflash")
+    with (checkout.root / "pyproject.toml").open("a") as project:
+        project.write("# changed\n")
+    assert checkout.run("dflash", "x")[1] == "ran:x\n"
+    assert checkout.calls("-m pip install") == 2
+    assert checkout.calls("-m venv") == 1
+    assert checkout.run("dflash", "x") == (0, "ran:x\n", "")
+
+
+def test_another_python_or_another_place_makes_a_new_environment(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    checkout.run("dflash")
+    checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
+    assert checkout.run("dflash", "x")[1] == "ran:x\n"
+    assert checkout.calls("-m venv") == 2
+    (checkout.root / ".venv/bin/python").unlink()  # the Python it was made with has gone
+    assert checkout.run("dflash", "x")[1] == "ran:x\n"
+    assert checkout.calls("-m venv") == 3
+
+
+def test_tests_need_more_packages_than_the_command(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    checkout.run("dflash")
+    code, out, _ = checkout.run("test", "-k", "a b")
+    assert (code, out) == (0, f"pytest in {checkout.root}:-k a b\n")
+    assert checkout.calls(f"--editable {checkout.root}[dev]") == 1
+    assert checkout.run("dflash", "x") == (0, "ran:x\n", "")
+    assert checkout.calls("-m pip install") == 2
+
+
+def test_the_environment_can_lie_elsewhere(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.add_python("python3", "3.12")
+    checkout.env["DFLASH_VENV"] = str(tmp_path / "new/place")
+    assert checkout.run("dflash", "x")[1] == "ran:x\n"
+    assert (tmp_path / "new/place/bin/python").exists()
+    assert not (checkout.root / ".venv").exists()
+
+
+def test_a_folder_of_the_user_is_never_removed(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.add_python("python3", "3.12")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis").touch()
+    checkout.env["DFLASH_VENV"] = str(tmp_path / "mine")
+    code, _, err = checkout.run("dflash")
+    assert code == 2
+    assert err == (
+        f"{tmp_path}/mine exists and was not made by this script. "
+        "Move it away, or set DFLASH_VENV to another folder.\n"
+    )
+    assert (tmp_path / "mine/thesis").exists()
+
+
+def test_two_set_ups_at_once_make_one_environment(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    checkout.switch("slow", True)
+    both = [checkout.start("dflash", "x") for _ in range(2)]
+    outputs = [process.communicate(timeout=60) for process in both]
+    assert [out for out, _ in outputs] == ["ran:x\n", "ran:x\n"]
+    assert checkout.calls("-m venv") == checkout.calls("-m pip install") == 1
+    assert any("waiting for it" in err for _, err in outputs)
+
+
+def test_the_lock_of_a_killed_set_up_does_not_block(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (checkout.root / ".venv.lock").mkdir()
+    (checkout.root / ".venv.lock/pid").write_text(str(ended.pid))
+    _, out, err = checkout.run("dflash", "x")
+    assert out == "ran:x\n"
+    assert "waiting" not in err
+
+
+def test_foreign_python_paths_stay_out(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    with (checkout.bin / "python3").open("a") as python:
+        python.write(f'echo "path:$PYTHONPATH" >>"{checkout.log}"\n')
+    checkout.env["PYTHONPATH"] = "/foreign"
+    checkout.run("dflash")
+    assert checkout.calls("path:") > 0
+    assert checkout.calls("/foreign") == 0
+
+
+def test_the_scripts_can_be_executed() -> None:
+    for name in ("scripts/dflash", "scripts/test", "scripts/check", ".ci/run"):
+        assert os.access(ROOT / name, os.X_OK), name
+    ci = (ROOT / ".ci/run").read_text()
+    assert "scripts/check" in ci
+    assert "scripts/test" in ci
+    assert "bash .ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
