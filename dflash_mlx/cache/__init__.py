@@ -1,7 +1,8 @@
 """What sequences keep between forwards: written provisionally, kept by `commit`."""
 
 from dflash_mlx.cache.base import LayerCache
+from dflash_mlx.cache.context import ContextCache
 from dflash_mlx.cache.kv import KVCache
 from dflash_mlx.cache.stack import CacheStack
 
-__all__ = ["CacheStack", "KVCache", "LayerCache"]
+__all__ = ["CacheStack", "ContextCache", "KVCache", "LayerCache"]

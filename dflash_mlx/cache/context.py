@@ -1,0 +1,154 @@
+"""Context K/V of a drafter's layers: target features projected once, kept as far as layers look.
+
+Each layer has its own buffer: a block's K/V are written behind the context for one attention call,
+and MLX writes in place only into a buffer that nothing else of the same graph reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from dflash_mlx.cache.kv import GROWTH_ROWS
+
+# Rows a window keeps beyond those it needs, so that a sequence can be shortened a little.
+REWIND_ROWS = 64
+
+
+class LayerContext:
+    """Committed context rows of one layer, [1, Hkv, capacity, D], in temporal order.
+
+    With a `window` W (positions a query sees, itself included) the W-1 rows before the next
+    position are needed; the rows held are positions start .. length - 1.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.length = 0
+        self.start = 0
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def rows_kept(self, rows: int) -> int:
+        """How many of `rows` new rows are worth computing; older ones no query will see."""
+        return rows if self.window is None else min(rows, self.window - 1 + REWIND_ROWS)
+
+    def append(self, keys: mx.array, values: mx.array, rows: int) -> None:
+        """Commit `rows` new positions, of which keys and values hold the last `rows_kept(rows)`."""
+        given = keys.shape[2]
+        if given != self.rows_kept(rows):
+            raise ValueError(f"{given} rows given where {self.rows_kept(rows)} are kept")
+        if given < rows:  # A gap: what was held lies too far back to be seen again.
+            self.length += rows - given
+            self.start = self.length
+        self._write(keys, values, superseded=given)
+        self.length += given
+
+    def with_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """K/V that a block's queries may see: the context in reach, then the block's own rows.
+
+        The block's rows never become context; the next write replaces them.
+        """
+        self._write(keys, values)
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.length - self.start
+        first, last = end - self.visible, end + keys.shape[2]
+        return self.keys[:, :, first:last], self.values[:, :, first:last]
+
+    @property
+    def visible(self) -> int:
+        """Context rows that the query at position `length` may see."""
+        held = self.length - self.start
+        return held if self.window is None else min(held, self.window - 1)
+
+    def rewind(self, length: int) -> bool:
+        """Shorten to `length` positions; False, and nothing changes, when rows are missing."""
+        if not self.can_rewind(length):
+            return False
+        self.length = min(self.length, length)
+        return True
+
+    def can_rewind(self, length: int) -> bool:
+        """Whether every row that a query at `length` may see is still held."""
+        if length >= self.length:
+            return True
+        needed = 0 if self.window is None else max(0, length - (self.window - 1))
+        return self.start <= needed
+
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.keys, self.values) if a is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays())
+
+    def _write(self, keys: mx.array, values: mx.array, superseded: int = 0) -> None:
+        """Write rows behind the held ones; `superseded` of these need not be kept for windows."""
+        rows = keys.shape[2]
+        self._reserve(rows, superseded, keys, values)
+        assert self.keys is not None
+        assert self.values is not None
+        at = self.length - self.start
+        self.keys[:, :, at : at + rows] = keys
+        self.values[:, :, at : at + rows] = values
+
+    def _reserve(self, rows: int, superseded: int, keys: mx.array, values: mx.array) -> None:
+        """Make room for `rows` rows behind the held ones: drop rows out of reach, or grow."""
+        capacity = 0 if self.keys is None else self.keys.shape[2]
+        held = self.length - self.start
+        if held + rows <= capacity:
+            return
+        drop = 0
+        if self.window is not None:
+            drop = max(0, held - max(0, self.window - 1 + REWIND_ROWS - superseded))
+        keep = held - drop
+        if keep + rows + GROWTH_ROWS // 2 > capacity:
+            # Growth is proportional for long contexts, so that copying stays linear in the context.
+            capacity = max(keep + rows, keep + max(GROWTH_ROWS, keep // 4))
+            capacity = -(-capacity // GROWTH_ROWS) * GROWTH_ROWS
+        self.keys = _moved(self.keys, keys, drop, keep, capacity)
+        self.values = _moved(self.values, values, drop, keep, capacity)
+        self.start += drop
+
+
+class ContextCache:
+    """The context of all layers of a drafter for one sequence.
+
+    `length` is the number of positions observed and equals the target's committed length.
+    """
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self.layers = [LayerContext(window) for window in windows]
+
+    def __getitem__(self, index: int) -> LayerContext:
+        return self.layers[index]
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    def rewind(self, length: int) -> bool:
+        """Shorten to `length` positions; False, and nothing changes, when a window lost rows."""
+        if length > self.length or not all(layer.can_rewind(length) for layer in self.layers):
+            return False
+        for layer in self.layers:
+            layer.rewind(length)
+        return True
+
+    def arrays(self) -> list[mx.array]:
+        return [a for layer in self.layers for a in layer.arrays()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def _moved(old: mx.array | None, like: mx.array, drop: int, keep: int, capacity: int) -> mx.array:
+    """A buffer of `capacity` rows that begins with `keep` rows of `old`, `drop` left out."""
+    batch, heads, _, dim = like.shape
+    tail = mx.zeros((batch, heads, capacity - keep, dim), like.dtype)
+    if old is None or keep == 0:
+        return tail
+    return mx.concatenate([old[:, :, drop : drop + keep], tail], axis=2)
