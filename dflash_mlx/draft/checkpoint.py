@@ -1,0 +1,155 @@
+"""Opens a drafter's checkpoint folder for one target: strict tensors, and a check that both fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from dflash_mlx.draft.config import DFlashConfig, parse_config
+from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel
+from dflash_mlx.errors import CheckpointError, MismatchError, UsageError
+from dflash_mlx.weights import read_config, read_weights
+
+if TYPE_CHECKING:
+    from dflash_mlx.models.base import Target
+
+# Beginnings of tensor names that tell another packaging, and what to call it.
+_OTHER_PACKAGINGS = {
+    "encoder.": "Meta's assistant packaging (encoder.fc)",
+    "candidate_selector.": "DFlash 2 (candidate_selector)",
+    "d2t": "a reduced draft vocabulary (d2t)",
+    "t2d": "a reduced draft vocabulary (t2d)",
+    "mask_embedding": "a mask embedding of its own (mask_embedding)",
+    "embed_tokens.": "an embedding of its own (embed_tokens)",
+    "lm_head.": "an output head of its own (lm_head)",
+}
+
+
+def open_drafter(
+    folder: Path,
+    target: Target,
+    *,
+    dtype: mx.Dtype,
+    bits: int | None = None,
+    group_size: int = 64,
+) -> DFlashDrafter:
+    """Load the DFlash v1 drafter in `folder`, in `dtype`, bound to `target`.
+
+    `bits` 4 or 8 quantizes its linear layers in groups of `group_size` inputs. CheckpointError for
+    a folder that is no complete v1 drafter, MismatchError when it does not fit the target.
+    """
+    if bits not in (None, 4, 8):
+        raise UsageError(f"Drafters cannot be quantized to {bits} bits; choose 4 or 8.")
+    config = parse_config(read_config(folder))
+    check_fit(config, target)
+    model = DFlashModel(config)
+    _load(model, config, read_weights(folder), dtype, folder)
+    if bits is not None:
+        _quantize(model, bits, group_size)
+    return DFlashDrafter(model, config, target)
+
+
+def check_fit(config: DFlashConfig, target: Target) -> None:
+    """MismatchError, both values named, unless the drafter was made for a target like this."""
+    taps, layers = config.target_layer_ids, target.num_layers
+    if config.hidden_size != target.hidden_size:
+        raise _mismatch(
+            f"reads hidden states of width {config.hidden_size} (fc takes {len(taps)} taps, "
+            f"{config.feature_size} in all)",
+            f"gives {target.hidden_size} ({len(taps) * target.hidden_size} in all)",
+        )
+    if max(taps) >= layers:
+        raise _mismatch(f"taps layer {max(taps)}", f"has {layers} layers, 0 to {layers - 1}")
+    if config.num_target_layers not in (None, layers):
+        raise _mismatch(
+            f"was made for a target of {config.num_target_layers} layers", f"has {layers}"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise _mismatch(
+            f"has a vocabulary of {config.vocab_size}", f"has one of {target.vocab_size}"
+        )
+    if config.mask_token_id >= target.vocab_size:
+        raise _mismatch(
+            f"uses mask token id {config.mask_token_id}",
+            f"knows ids up to {target.vocab_size - 1}",
+        )
+
+
+def _mismatch(drafter: str, target: str) -> MismatchError:
+    return MismatchError(
+        f"The drafter {drafter}, the target {target}; use the drafter that was made for this "
+        "target, or --no-draft."
+    )
+
+
+def _load(
+    model: DFlashModel,
+    config: DFlashConfig,
+    weights: dict[str, mx.array],
+    dtype: mx.Dtype,
+    folder: Path,
+) -> None:
+    """Move checked tensors into the model one by one, evaluated."""
+    wanted = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    _check_names(weights, set(wanted), folder)
+    fc = weights["fc.weight"].shape
+    if fc != (config.hidden_size, config.feature_size):
+        raise CheckpointError(
+            f"fc.weight of {folder} has shape {fc}, but {len(config.target_layer_ids)} taps of "
+            f"width {config.hidden_size} need {(config.hidden_size, config.feature_size)}; use a "
+            "drafter whose config.json belongs to its weights."
+        )
+    for name, shape in wanted.items():
+        tensor = weights.pop(name)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"Tensor {name} of {folder} has shape {tensor.shape}, its config.json asks for "
+                f"{shape}; use a drafter whose config.json belongs to its weights."
+            )
+        if not mx.issubdtype(tensor.dtype, mx.floating):
+            raise CheckpointError(
+                f"Tensor {name} of {folder} is stored as {tensor.dtype}; use a drafter with "
+                "floating-point weights."
+            )
+        tensor = tensor.astype(dtype)
+        mx.eval(tensor)
+        model.load_weights([(name, tensor)], strict=False)
+
+
+def _check_names(weights: dict[str, mx.array], wanted: set[str], folder: Path) -> None:
+    for name in sorted(weights.keys() - wanted):
+        for beginning, packaging in _OTHER_PACKAGINGS.items():
+            if name.startswith(beginning):
+                raise CheckpointError(
+                    f"The drafter in {folder} is packaged with {packaging}, which is not "
+                    "supported; use a drafter in the official DFlash v1 format."
+                )
+    if missing := sorted(wanted - weights.keys()):
+        raise CheckpointError(
+            f"The drafter in {folder} lacks {_listed(missing)}; fetch the drafter again."
+        )
+    if extra := sorted(weights.keys() - wanted):
+        raise CheckpointError(
+            f"The drafter in {folder} holds tensors its config.json does not explain: "
+            f"{_listed(extra)}; use a drafter in the official DFlash v1 format."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
+def _quantize(model: DFlashModel, bits: int, group_size: int) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size:
+            raise UsageError(
+                f"The drafter's {name} has {module.weight.shape[-1]} inputs, no multiple of the "
+                f"group size {group_size}; leave --draft-bits out."
+            )
+    nn.quantize(model, group_size=group_size, bits=bits)
+    mx.eval(model.parameters())

@@ -1,0 +1,223 @@
+"""The DFlash v1 drafter: a small decoder that fills a block of masks in one pass.
+
+It reads the target's features as context K/V and borrows the target's embedding and output head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from dflash_mlx.cache.context import ContextCache, LayerContext
+from dflash_mlx.draft.base import DraftSampling, Proposal
+from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.layers.mlp import MLP
+from dflash_mlx.layers.rope import Rope
+
+if TYPE_CHECKING:
+    from dflash_mlx.models.base import Target
+
+
+class DraftAttention(nn.Module):
+    """Attention of block rows to the context and to the block."""
+
+    def __init__(self, config: DFlashConfig, layer: int) -> None:
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.window, self.causal = config.windows[layer], config.causal[layer]
+        self.scale = dim**-0.5
+        self.q_proj = nn.Linear(hidden, self.heads * dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * dim, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, rope: Rope, context: LayerContext) -> mx.array:
+        """[1, L, H] at positions context.length .. -> [1, L, H]."""
+        rows = x.shape[1]
+        queries = self.q_norm(self.q_proj(x).reshape(1, rows, self.heads, -1))
+        keys = self.k_norm(self.k_proj(x).reshape(1, rows, self.kv_heads, -1))
+        values = self.v_proj(x).reshape(1, rows, self.kv_heads, -1)
+        queries = rope(queries.transpose(0, 2, 1, 3), context.length)  # [1, Hq, L, D]
+        keys = rope(keys.transpose(0, 2, 1, 3), context.length)
+        keys, values = context.with_block(keys, values.transpose(0, 2, 1, 3))
+        mask = block_mask(rows, context.visible, self.window, self.causal)
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale, mask=mask
+        )
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, rows, -1))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DFlashConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, layer)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, rope: Rope, context: LayerContext) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), rope, context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashModel(nn.Module):
+    """A drafter's own weights, named as in its checkpoint."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def fuse(self, features: mx.array) -> mx.array:
+        """Features [1, S, T·H] -> the context hidden states [1, S, H] every layer projects."""
+        return self.hidden_norm(self.fc(features))
+
+
+class ContextProjection:
+    """k_proj and v_proj of all layers with one window, as one matrix.
+
+    The layers' own weights become views of it; a change of weights needs a new one.
+    """
+
+    def __init__(self, model: DFlashModel, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        attentions = [model.layers[i].self_attn for i in layers]
+        self.kv_heads = attentions[0].kv_heads
+        self.eps = attentions[0].k_norm.eps
+        self.joined = join_rows([a.k_proj for a in attentions] + [a.v_proj for a in attentions])
+        norms = [a.k_norm.weight for a in attentions]
+        # Every head's own weight row: [layers · Hkv, D].
+        self.k_norms = mx.repeat(mx.stack(norms), self.kv_heads, axis=0)
+        mx.eval(self.k_norms)
+
+    def __call__(self, hidden: mx.array, rope: Rope, position: int) -> list[tuple[mx.array, ...]]:
+        """[1, S, H] at positions position .. -> a layer's (keys, values), each [1, Hkv, S, D]."""
+        rows, total = hidden.shape[1], len(self.layers) * self.kv_heads
+        both = self.joined(hidden).reshape(1, rows, 2 * total, -1)  # [1, S, 2·layers·Hkv, D]
+        keys = mx.fast.rms_norm(both[:, :, :total], None, self.eps) * self.k_norms
+        keys = rope(keys.transpose(0, 2, 1, 3), position)
+        values = both[:, :, total:].transpose(0, 2, 1, 3)
+        cuts = range(0, total, self.kv_heads)
+        return [(keys[:, c : c + self.kv_heads], values[:, c : c + self.kv_heads]) for c in cuts]
+
+
+class DFlashDrafter:
+    """A DFlash v1 drafter bound to `target`; see draft/base.py for the contract."""
+
+    def __init__(self, model: DFlashModel, config: DFlashConfig, target: Target) -> None:
+        self.model = model
+        self.config = config
+        self.block_size = config.block_size
+        self.taps = config.target_layer_ids
+        self._target = target
+        self._dtype = model.hidden_norm.weight.dtype
+        self._masks = mx.array(np.full(config.block_size - 1, config.mask_token_id, np.int32))
+        kinds: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(config.windows):
+            kinds.setdefault(window, []).append(layer)
+        self._projections = [ContextProjection(model, layers) for layers in kinds.values()]
+        # Rows of a bidirectional block all see one another: fewer masks would change the drafts.
+        self._whole_block = not all(config.causal)
+
+    def make_cache(self) -> ContextCache:
+        return ContextCache(self.config.windows)
+
+    def observe(self, features: mx.array, cache: ContextCache) -> None:
+        """Append features [1, S, T·H] of the next S committed positions to every layer's context.
+
+        Rows that no later query can see are not computed.
+        """
+        rows, width = features.shape[1], features.shape[2]
+        if width != self.config.feature_size:
+            raise ValueError(f"features of width {width} where {self.config.feature_size} fit")
+        end = cache.length + rows
+        kept = [cache[p.layers[0]].rows_kept(rows) for p in self._projections]
+        longest = max(kept)
+        hidden = self.model.fuse(features[:, rows - longest :].astype(self._dtype))
+        for projection, count in zip(self._projections, kept, strict=True):
+            own = hidden[:, longest - count :]
+            projected = projection(own, self.config.rope, end - count)
+            for layer, (keys, values) in zip(projection.layers, projected, strict=True):
+                cache[layer].append(keys, values, rows)
+
+    def propose(
+        self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: ContextCache
+    ) -> Proposal:
+        """Drafts for the `n` positions behind `anchor` ([1], position cache.length).
+
+        Row i of the block predicts the token at its own position; row 0, the anchor, predicts
+        nothing. `healthy` is False when a draft logit was NaN.
+        """
+        logits = self.draft_logits(anchor, n, cache)
+        healthy = mx.logical_not(mx.isnan(logits.sum()))  # one pass; a NaN survives every sum
+        if sampling is None:
+            return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32), None, healthy)
+        probs = sampling.probabilities(logits)
+        tokens = mx.random.categorical(mx.log(probs), key=sampling.key).astype(mx.int32)
+        return Proposal(tokens, probs, healthy)
+
+    def draft_logits(self, anchor: mx.array, n: int, cache: ContextCache) -> mx.array:
+        """float32 logits [n, V] of the positions behind the anchor, multiplier and soft-cap on."""
+        if not 1 <= n < self.block_size:
+            raise ValueError(f"{n} drafts asked of a block of {self.block_size}")
+        masks = self._masks if self._whole_block else self._masks[:n]
+        ids = mx.concatenate([anchor.astype(mx.int32), masks])[None]
+        embedded = self._target.embed(ids)
+        x = embedded.astype(self._dtype)
+        if self.config.input_embedding_scale != 1.0:
+            x = x * self.config.input_embedding_scale
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, self.config.rope, cache[i])
+        rows = self.model.norm(x[:, 1 : n + 1])
+        logits = self._target.head(rows.astype(embedded.dtype))[0].astype(mx.float32)
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else mx.tanh(logits / cap) * cap
+
+
+def block_mask(rows: int, visible: int, window: int | None, causal: bool) -> mx.array | str | None:
+    """The attention mask of a block of `rows` behind `visible` context rows in reach.
+
+    By positions: a query at p sees j with p - j < window, later block rows only without `causal`.
+    None when everything is visible.
+    """
+    if window is None or visible + rows <= window:
+        return "causal" if causal else None
+    return _window_mask(rows, visible, window, causal)
+
+
+@lru_cache(maxsize=16)
+def _window_mask(rows: int, visible: int, window: int, causal: bool) -> mx.array:
+    """[rows, visible + rows], True where visible. Made by numpy, so that any thread may read it."""
+    behind = visible + np.arange(rows)[:, None] - np.arange(visible + rows)[None]
+    seen = (behind < window) & (behind >= 0 if causal else behind > -window)
+    return mx.array(seen)
+
+
+def join_rows(linears: Sequence[nn.Module]) -> nn.Module:
+    """One projection with the output rows of all `linears` in order; they become views of it."""
+    joined = copy.copy(linears[0])
+    for name in ("weight", "scales", "biases", "bias"):
+        if name not in joined:
+            continue
+        joined[name] = mx.concatenate([linear[name] for linear in linears])
+        mx.eval(joined[name])
+        start = 0
+        for linear in linears:
+            stop = start + linear[name].shape[0]
+            linear[name] = joined[name][start:stop]
+            mx.eval(linear[name])
+            start = stop
+    return joined
