@@ -94,7 +94,7 @@ def _load(
     folder: Path,
 ) -> None:
     """Move checked tensors into the model one by one, evaluated."""
-    wanted = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    wanted = {name: array.shape for name, array in _parameters(model)}
     _check_names(weights, set(wanted), folder)
     fc = weights["fc.weight"].shape
     if fc != (config.hidden_size, config.feature_size):
@@ -118,6 +118,12 @@ def _load(
         tensor = tensor.astype(dtype)
         mx.eval(tensor)
         model.load_weights([(name, tensor)], strict=False)
+
+
+def _parameters(model: DFlashModel) -> list[tuple[str, mx.array]]:
+    flat = tree_flatten(model.parameters())
+    assert isinstance(flat, list)
+    return flat
 
 
 def _check_names(weights: dict[str, mx.array], wanted: set[str], folder: Path) -> None:
