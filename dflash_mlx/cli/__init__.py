@@ -16,7 +16,7 @@ from dflash_mlx.cli import chat, doctor, models
 from dflash_mlx.errors import DFlashError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-PIPE_CLOSED = 141  # 128 + SIGPIPE
+PIPE_CLOSED = 1  # what Typer exits with when it meets a closed pipe first
 
 app = typer.Typer(
     name="dflash-mlx",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,7 +85,7 @@ def _cache_folder() -> tuple[dict[str, Any], list[str], list[str]]:
     """The cache folder, problems with it, and remarks."""
     home = paths.home_dir()
     standing = next(place for place in (home, *home.parents) if place.exists())
-    writable = standing.is_dir() and os.access(standing, os.W_OK | os.X_OK)
+    writable = _is_writable(standing)
     free = shutil.disk_usage(standing).free
     problems, remarks = [], []
     if not writable:
@@ -96,6 +96,15 @@ def _cache_folder() -> tuple[dict[str, Any], list[str], list[str]]:
             "Free some, or set DFLASH_HOME to another disk."
         )
     return {"path": str(home), "writable": writable, "free_bytes": free}, problems, remarks
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether a file can be made there; permission bits alone lie to root and on some disks."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _package_files() -> tuple[dict[str, str | None], list[str]]:

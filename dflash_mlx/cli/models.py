@@ -44,7 +44,10 @@ def _row(pair: Pair) -> dict[str, Any]:
     """One pair; bytes_on_disk counts target and drafter, None when neither is here."""
     from dflash_mlx.hub import local_path, size_on_disk
 
-    places = {"target": local_path(pair.target), "drafter": local_path(pair.drafter)}
+    places = {
+        "target": local_path(pair.target, revision=pair.target_revision),
+        "drafter": local_path(pair.drafter, revision=pair.drafter_revision),
+    }
     found = [place for place in places.values() if place is not None]
     return {
         "name": pair.name,

@@ -28,7 +28,7 @@ HELP = """\
 /stats  statistics of the last answer
 /help   this list
 /exit   leave (also Ctrl-D)
-Ctrl-C stops an answer."""
+Ctrl-C stops an answer after the current step, a second one at once."""
 
 
 def run_session(engine: Engine, how: Answering, model: str) -> None:
