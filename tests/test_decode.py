@@ -77,7 +77,9 @@ def expected_cycles(plan, block, n):
 
 
 def test_bundled_blas_is_in_use():
-    assert not blas_in_use().fast, "these tests need a BLAS whose rows do not depend on their number"
+    assert not blas_in_use().fast, (
+        "these tests need a BLAS whose rows do not depend on their number"
+    )
 
 
 @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
@@ -168,7 +170,9 @@ def test_second_turn_feeds_only_new_tokens(target, texts):
 
 def test_changed_history_is_rewound(target, texts):
     prompt, truth = texts(20, 40)
-    session = Session(target, oracle(target, prompt, truth, 8, [2], check_growth=False), nullcontext)
+    session = Session(
+        target, oracle(target, prompt, truth, 8, [2], check_growth=False), nullcontext
+    )
     decode(session, prompt, 12)
     other = prompt[:15] + tiny_prompt(target.vocab_size, 9, seed=5)
     wanted = plain_greedy(target, other, 8)

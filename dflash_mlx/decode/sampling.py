@@ -93,8 +93,16 @@ def _keep_top_p(probs: mx.array, top_p: float) -> mx.array:
 
 
 def draw(probs: mx.array, key: mx.array) -> mx.array:
-    """One token a row by its probabilities: [n, V] -> [n] int32."""
-    return mx.random.categorical(mx.log(probs), axis=-1, key=key).astype(mx.int32)
+    """One token a row by its probabilities, which need not sum to 1: [n, V] -> [n] int32.
+
+    Inverse of the cumulated mass. A token of probability 0 is never drawn.
+    """
+    mass = mx.cumsum(probs, axis=-1)
+    total = mass[..., -1:]
+    u = mx.random.uniform(shape=total.shape, key=key) * total
+    # Rounding must not lift u to the total: no token's mass lies above that.
+    u = mx.minimum(u, total * (1 - 2**-23))
+    return (mass <= u).sum(axis=-1).astype(mx.int32)
 
 
 class History:
