@@ -103,7 +103,7 @@ class GGUFModel:
         for name, tensor in self.file.tensors.items():
             if name == _ROPE_FREQS:
                 continue
-            hf_name, order = self._names[name], self._row_order(name)
+            hf_name, order = self.hf_name(name), self._row_order(name)
             if keep_quantized and _is_native(tensor):
                 module = hf_name.removesuffix(".weight")
                 triple = to_affine(tensor, dtype, order)
@@ -116,13 +116,17 @@ class GGUFModel:
     def quantization(self) -> dict[str, dict[str, int]]:
         """Module path -> group size and bits of every matrix that `keep_quantized` keeps."""
         return {
-            self._names[name].removesuffix(".weight"): {
+            self.hf_name(name).removesuffix(".weight"): {
                 "group_size": GROUP,
                 "bits": NATIVE_BITS[tensor.kind],
             }
             for name, tensor in self.file.tensors.items()
             if _is_native(tensor)
         }
+
+    def hf_name(self, name: str) -> str:
+        """The HF name of a GGUF tensor."""
+        return self._names[name]
 
     def check(self) -> None:
         """Demand that metadata and tensors are exactly those of the architecture."""
