@@ -302,6 +302,8 @@ def test_smollm2_against_mlx(smollm2_gguf: Path) -> None:
     model, reference = open_gguf(smollm2_gguf), mx.load(str(smollm2_gguf))
     assert isinstance(reference, dict)
     few = {f"{name}.weight": model.file.tensors[f"{name}.weight"] for name in names}
+    table = few["token_embd.weight"]
+    few["token_embd.weight"] = replace(table, shape=(500, 576), rows=table.rows[:500])
     model = replace(model, file=replace(model.file, tensors=few))  # all of it takes seconds
     kept, dense, groups = (
         model.weights(True, mx.float16),
@@ -317,6 +319,7 @@ def test_smollm2_against_mlx(smollm2_gguf: Path) -> None:
         if "attn_q" in name:
             order = mx.arange(576).reshape(9, 32, 2).swapaxes(1, 2).flatten()
             triple = [part[order] for part in triple]
+        triple = [part[:500] for part in triple] if name == "token_embd" else triple
         for part, array in zip(("weight", "scales", "biases"), triple, strict=True):
             assert mx.array_equal(kept[f"{hf}.{part}"], array).item(), (name, part)
         floats = [part.astype(mx.float32) for part in triple[1:]]
