@@ -100,6 +100,16 @@ def test_rewind_to_rows_a_window_lost_changes_nothing() -> None:
     assert seen(cache[1], 1) == list(range(oldest, oldest + 6))
 
 
+def test_rows_before_a_gap_do_not_come_back() -> None:
+    cache = ContextCache([6])
+    observe(cache, 20)
+    observe(cache, 100)  # positions 20 .. 50 were never computed
+    assert not cache.rewind(30)
+    assert not cache.rewind(20)
+    assert cache.rewind(56)
+    assert seen(cache[0], 1) == [51, 52, 53, 54, 55, 56]
+
+
 def test_a_little_rewind_always_works_after_rows_were_dropped() -> None:
     cache = ContextCache([6])
     for cycle in range(300):
