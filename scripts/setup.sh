@@ -78,7 +78,7 @@ lock_setup() {
 # Make the environment anew unless a whole one of the same Python stands there.
 make_venv() {
     local python
-    if [ -f "$mark" ] && "$venv/bin/python" -ISc 'import pip' 2>/dev/null &&
+    if [ -f "$mark" ] && "$venv/bin/python" -Ic 'import pip' 2>/dev/null &&
         [ "$(sed -n 3p "$mark")" = "$root" ]; then
         rm -f "$mark"
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,16 +115,20 @@ def test_the_second_run_costs_little(checkout: Checkout) -> None:
     assert min(costs) < 0.2
 
 
-def test_the_real_python_answers_the_questions_of_the_set_up() -> None:
-    """The stand-in answers as the real one does."""
-    minor = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    for code, answer in (
-        ('import sys; print("%d.%d" % sys.version_info[:2])', minor),
-        ("import sys; print(sys.version.split()[0])", sys.version.split()[0]),
-    ):
-        assert code in (ROOT / "scripts/setup.sh").read_text()
-        done = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True)
-        assert done.stdout.strip() == answer
+@pytest.mark.parametrize(
+    ("flags", "code", "answer"),
+    [
+        ("-c", 'import sys; print("%d.%d" % sys.version_info[:2])', r"3\.\d+"),
+        ("-ISc", "import sys; print(sys.version.split()[0])", r"3\.\d+\.\S+"),
+        ("-c", "import ensurepip, venv", ""),
+        ("-Ic", "import pip", ""),
+    ],
+)
+def test_a_real_python_answers_as_the_stand_in_does(flags: str, code: str, answer: str) -> None:
+    assert f"{flags} '{code}'" in (ROOT / "scripts/setup.sh").read_text()
+    done = subprocess.run([sys.executable, flags, code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(answer, done.stdout.strip())
 
 
 def test_a_fitting_python_is_searched_for(checkout: Checkout) -> None:
