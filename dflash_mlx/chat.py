@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.stats import GenerationStats
-from dflash_mlx.generate import Chunk, Message, Prompt, Transcript
+from dflash_mlx.generate import Chunk, Message, Prompt, Transcript, refuse_empty
 
 if TYPE_CHECKING:
     from dflash_mlx.engine import Engine
@@ -46,6 +46,7 @@ class Chat:
 
         Closing the generator keeps what was said so far in the conversation.
         """
+        refuse_empty(text)
         user: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, user])
         limit = self._engine.limit(prompt, max_tokens)

@@ -21,7 +21,7 @@ from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import Drafter
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.errors import DFlashError, UsageError
-from dflash_mlx.generate import Chunk, Completion, Message, Prompt, Transcript, answer
+from dflash_mlx.generate import Chunk, Completion, Message, Prompt, Transcript, answer, refuse_empty
 from dflash_mlx.load import load_target, resolve_dtype
 from dflash_mlx.machine import versions
 from dflash_mlx.models.base import Target
@@ -132,8 +132,7 @@ class Engine:
 
     def prompt(self, given: Input, thinking: bool | None, system: str | None) -> Prompt:
         if isinstance(given, str):
-            if not given.strip():
-                raise UsageError("The prompt is empty. Give some text to answer.")
+            refuse_empty(given)
             if not self.tokenizer.has_template:
                 return self._bare_prompt(given, thinking, system)
             given = [{"role": "user", "content": given}]

@@ -10,6 +10,7 @@ from typing import Any
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
+from dflash_mlx.errors import UsageError
 from dflash_mlx.text import Reasoning, StopStrings
 from dflash_mlx.tokenizer import Tokenizer
 
@@ -55,6 +56,12 @@ class Transcript:
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
+
+
+def refuse_empty(text: str) -> None:
+    """UsageError for a message of nothing but white space."""
+    if not text.strip():
+        raise UsageError("The prompt is empty. Give some text to answer.")
 
 
 def answer(

@@ -76,6 +76,10 @@ class Tokenizer:
         """
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def token_text(self, token: int) -> str:
+        """A special or added token as templates write it."""
+        return self._backend.id_to_token(token)
+
     def detokenizer(self) -> StreamDetokenizer:
         """Fresh streaming state; the texts it gives join to `decode` of all ids."""
         return StreamDetokenizer(self._backend, self._special, self._pieces())
@@ -159,6 +163,9 @@ def _from_folder(path: Path) -> Tokenizer:
             f"{path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there. "
             "Fetch the complete model, or put its tokenizer files into the folder."
         )
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        ids |= _configured_end_ids(path / name)
     try:
         hf = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a broken folder
@@ -171,9 +178,8 @@ def _from_folder(path: Path) -> Tokenizer:
             f"The tokenizer in {path} is a {type(hf).__name__} without a fast version. "
             "Convert it to tokenizer.json."
         )
-    ids = {hf.eos_token_id} if hf.eos_token_id is not None else set()
-    for name in ("config.json", "generation_config.json"):
-        ids |= _configured_end_ids(path / name)
+    if hf.eos_token_id is not None:
+        ids.add(hf.eos_token_id)
     return Tokenizer(hf, frozenset(ids), path.name)
 
 
@@ -185,6 +191,8 @@ def _configured_end_ids(file: Path) -> set[int]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON ({error}). Fetch the model again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is no JSON object. Fetch the model again.")
     found: set[int] = set()
     for level in (config, config.get("text_config") or {}):
         value = level.get("eos_token_id")

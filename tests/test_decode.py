@@ -274,7 +274,7 @@ def test_seeds(target):
 def test_memory_is_bounded_by_the_context(target):
     """200 cycles leave caches as large as one prefill of the same length does."""
     prompt = tiny_prompt(target.vocab_size, 9)
-    truth = plain_greedy(target, prompt, 260)
+    truth, _, _ = decode(Session(target, None, nullcontext), prompt, 260)
     drafter = oracle(target, prompt, truth, 3, [0, 1])
     session = Session(target, drafter, nullcontext)
     _, stats, _ = decode(session, prompt, 260)

@@ -1,0 +1,323 @@
+"""The engine: streamed equals whole, stops and limits exact, any thread, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import mlx.core as mx
+import pytest
+from oracle import plain_greedy
+from tiny import tiny_target
+from tiny_engine import END, TEMPLATE, THINKING_TEMPLATE, VOCAB, oracle_for, tiny_engine
+
+from dflash_mlx.decode.sampling import SamplingParams
+from dflash_mlx.errors import UsageError
+
+PROMPT = "Count the clips."
+N = 48
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def plain(target, tmp_path_factory):
+    return tiny_engine(tmp_path_factory.mktemp("plain"), target=target)
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(plain):
+    return plain.tokenizer.chat_ids([{"role": "user", "content": PROMPT}])
+
+
+@pytest.fixture(scope="module")
+def truth(target, prompt_ids):
+    tokens = plain_greedy(target, prompt_ids, N)
+    assert END not in tokens, "choose another seed: the text should not end by itself"
+    return tokens
+
+
+@pytest.fixture
+def dflash(target, prompt_ids, truth, tmp_path):
+    drafter = oracle_for(target, prompt_ids, truth, 8, [3, 0, 7, 1])
+    return tiny_engine(tmp_path, target=target, drafter=drafter, drafter_name="oracle")
+
+
+def test_generate_equals_brute_force(plain, dflash, truth):
+    for engine, cycles in ((plain, False), (dflash, True)):
+        result = engine.generate(PROMPT, max_tokens=N)
+        assert result.token_ids == truth
+        assert result.text == engine.tokenizer.decode(truth)
+        assert result.stats.finish_reason == "length"
+        assert result.stats.engine == ("dflash" if cycles else "plain")
+        assert (result.stats.cycles > 5) is cycles
+        assert (result.stats.accepted > 5) is cycles
+
+
+def test_streamed_equals_whole(dflash, truth):
+    chunks = list(dflash.stream(PROMPT, max_tokens=N))
+    assert "".join(c.text for c in chunks) == dflash.tokenizer.decode(truth)
+    assert [t for c in chunks for t in c.token_ids] == truth
+    assert [c.stats is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
+    # A cycle's tokens come together, so that the screen moves once a cycle.
+    assert max(len(c.token_ids) for c in chunks) > 1
+
+
+def test_stats_document(dflash):
+    document = dflash.generate(PROMPT, max_tokens=N).to_json()
+    # fmt: off
+    fields = {
+        "text", "token_ids", "prompt_tokens", "prefill_seconds", "prefill_tps",
+        "generation_tokens", "generation_seconds", "generation_tps", "total_seconds", "engine",
+        "engine_reason", "cycles", "drafted", "accepted", "tokens_per_cycle", "accept_histogram",
+        "finish_reason", "peak_memory_gb", "model", "drafter", "versions",
+    }
+    # fmt: on
+    assert fields <= set(document)
+    assert not [name for name in document if name.startswith("_")]
+    assert document["generation_tokens"] == len(document["token_ids"]) == N
+    assert document["total_seconds"] >= document["prefill_seconds"] + document["generation_seconds"]
+    rate = (N - 1) / document["generation_seconds"]
+    assert document["generation_tps"] == pytest.approx(rate)
+    assert document["prefill_tps"] == pytest.approx(
+        document["prompt_tokens"] / document["prefill_seconds"]
+    )
+    histogram = document["accept_histogram"]
+    assert sum(histogram) == document["cycles"]
+    assert sum(a * n for a, n in enumerate(histogram)) == document["accepted"]
+    emitted = document["tokens_per_cycle"] * document["cycles"]
+    assert emitted == pytest.approx(document["accepted"] + document["cycles"])
+
+
+def test_end_token_is_counted_but_not_shown(plain, dflash, truth):
+    """The text ends before the end token; plain and DFlash agree about every count."""
+    end = truth[10]
+    first = truth.index(end)
+    for engine in (plain, dflash):
+        tokenizer = engine.tokenizer
+        tokenizer.end_ids = frozenset({end})
+        try:
+            result = engine.generate(PROMPT, max_tokens=N)
+        finally:
+            tokenizer.end_ids = frozenset({END})
+        assert result.token_ids == truth[: first + 1]
+        assert result.text == tokenizer.decode(truth[:first])
+        assert result.stats.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("at", [1, 5, 11, 20, 33])
+def test_stop_string_ends_plain_and_dflash_alike(plain, dflash, truth, at):
+    whole = plain.tokenizer.decode(truth)
+    stop = whole[at : at + 2]
+    shown = whole[: whole.index(stop)]
+    results = []
+    for engine in (plain, dflash):
+        chunks = list(engine.stream(PROMPT, max_tokens=N, stop=[stop, "never seen"]))
+        assert "".join(c.text for c in chunks) == shown
+        ids = [t for c in chunks for t in c.token_ids]
+        assert ids == truth[: len(ids)]
+        stats = chunks[-1].stats
+        assert stats.finish_reason == "stop_string"
+        assert stats.generation_tokens == len(ids)
+        assert sum(stats.accept_histogram) == stats.cycles
+        assert stats.cycle_tokens == (len(ids) - 1 if stats.cycles else 0)
+        results.append(ids)
+    assert results[0] == results[1]
+
+
+def test_limit_is_the_context(target, tmp_path, prompt_ids):
+    small = tiny_target("llama", vocab_size=VOCAB, max_position_embeddings=len(prompt_ids) + 5)
+    engine = tiny_engine(tmp_path, target=small)
+    result = engine.generate(PROMPT, max_tokens=100)
+    assert result.stats.generation_tokens == 5
+    assert result.stats.finish_reason == "length"
+    with pytest.raises(UsageError, match=r"^The prompt has \d+ tokens .* Shorten the prompt\.$"):
+        engine.stream(PROMPT * 3)
+
+
+def test_three_seeds_three_texts_and_one_seed_one_text(dflash):
+    def text(seed: int) -> list[int]:
+        sampling = SamplingParams(temperature=1.5, seed=seed)
+        return dflash.generate(PROMPT, max_tokens=12, sampling=sampling).token_ids
+
+    dflash.drafter.draft_probs = None
+    assert len({tuple(text(s)) for s in (1, 2, 3)}) == 3
+    first = text(4)
+    dflash.drafter.proposes = 0  # the oracle's plan goes on from call to call
+    again = text(4)
+    dflash.drafter.proposes = 0
+    assert text(4) == again
+    assert len(first) == 12
+
+
+def test_any_thread_twice(dflash, truth):
+    """Loaded here, used there, there again, and at last here."""
+    got = []
+
+    def work() -> None:
+        dflash.drafter.proposes = 0
+        got.append(dflash.generate(PROMPT, max_tokens=N).token_ids)
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    work()
+    assert got == [truth] * 3
+
+
+def test_one_stream_may_change_threads(dflash, truth):
+    """As a server's thread pool does: every chunk is fetched by another thread."""
+    dflash.drafter.proposes = 0
+    stream, ids, box = dflash.stream(PROMPT, max_tokens=N), [], [None]
+
+    def fetch() -> None:
+        box[0] = next(stream, None)
+
+    while True:
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        thread.join()
+        if box[0] is None:
+            break
+        ids += box[0].token_ids
+    assert ids == truth
+
+
+def test_two_streams_at_once(plain, truth):
+    """Two threads on one engine, and two streams of one thread, keep their own caches."""
+    results: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        results[i] = plain.generate(PROMPT, max_tokens=N).token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(results.values()) == [truth] * 3
+    a, b = plain.stream(PROMPT, max_tokens=N), plain.stream(PROMPT, max_tokens=N)
+    pairs = list(zip(a, b, strict=True))
+    assert [t for x, _ in pairs for t in x.token_ids] == truth
+    assert [t for _, y in pairs for t in y.token_ids] == truth
+
+
+def test_abandoned_stream_frees_everything(tmp_path):
+    big = tiny_target("llama", vocab_size=VOCAB, max_position_embeddings=40_000)
+    engine = tiny_engine(tmp_path, target=big)
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    stream = engine.stream(list(range(60)) * 40, max_tokens=100)
+    next(stream)
+    assert mx.get_active_memory() > before + 2400 * 4 * 2 * 2 * 12 * 4 * 0.9
+    stream.close()
+    assert mx.get_active_memory() <= before + 4096
+    assert mx.get_cache_memory() == 0
+
+
+def test_two_engines_share_nothing(plain, tmp_path, target, truth, prompt_ids):
+    other = tiny_engine(tmp_path, target=tiny_target("qwen3", vocab_size=VOCAB, seed=3))
+    expected = plain_greedy(other.target, prompt_ids, 12)
+    a, b = plain.stream(PROMPT, max_tokens=12), other.stream(PROMPT, max_tokens=12)
+    pairs = list(zip(a, b, strict=True))
+    assert [t for x, _ in pairs for t in x.token_ids] == truth[:12]
+    assert [t for _, y in pairs for t in y.token_ids] == expected
+
+
+def test_two_drafters_with_different_taps_share_one_target(target, prompt_ids, truth, tmp_path):
+    one = oracle_for(target, prompt_ids, truth, 8, [3])
+    two = oracle_for(target, prompt_ids, truth, 4, [1])
+    two.taps, two.width = (3,), target.hidden_size
+    engines = [tiny_engine(tmp_path, target=target, drafter=d) for d in (one, two)]
+    a, b = (e.stream(PROMPT, max_tokens=N) for e in engines)
+    ids: list[list[int]] = [[], []]
+    for x, y in zip(a, b, strict=False):
+        ids[0] += x.token_ids
+        ids[1] += y.token_ids
+    for stream, found in ((a, ids[0]), (b, ids[1])):
+        for chunk in stream:
+            found += chunk.token_ids
+    # zip drops one chunk of the longer stream when the shorter one ends
+    assert ids[0] == truth
+    assert ids[1] == truth[: len(ids[1])]
+
+
+def test_slower_drafting_is_said(dflash, monkeypatch):
+    from dflash_mlx.decode.session import Session
+
+    monkeypatch.setattr(Session, "time_plain_step", lambda self: 1e-9)
+    dflash._plain_seconds.clear()
+    stats = dflash.generate(PROMPT, max_tokens=N).stats
+    assert [w for w in stats.warnings if w.startswith("DFlash was slower here: ")]
+    dflash._plain_seconds.clear()
+    monkeypatch.setattr(Session, "time_plain_step", lambda self: 1e9)
+    dflash.drafter.proposes = 0
+    assert not dflash.generate(PROMPT, max_tokens=N).stats.warnings
+
+
+def test_reasoning_is_kept_apart(tmp_path, target):
+    """A template that opens a think block: what comes first is reasoning, streamed or not."""
+    engine = tiny_engine(tmp_path, target=target, template=THINKING_TEMPLATE)
+    result = engine.generate(PROMPT, max_tokens=24)
+    assert result.text == ""
+    assert result.reasoning == engine.tokenizer.decode(result.token_ids).strip()
+    assert "".join(c.reasoning for c in engine.stream(PROMPT, max_tokens=24)) == result.reasoning
+    off = engine.generate(PROMPT, max_tokens=24, thinking=False)
+    assert off.reasoning == ""
+    assert off.text == engine.tokenizer.decode(off.token_ids)
+
+
+def test_raw_tokens_and_missing_template(tmp_path, target, prompt_ids, truth, plain):
+    assert plain.generate(prompt_ids, max_tokens=N).token_ids == truth
+    bare = tiny_engine(tmp_path, target=target, template=None)
+    ids = bare.tokenizer.encode("abc")
+    assert bare.generate("abc", max_tokens=4).token_ids == plain_greedy(target, ids, 4)
+    with pytest.raises(UsageError, match=r"^tiny has no chat template"):
+        bare.generate("abc", system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ("  ", {}, "The prompt is empty. Give some text to answer."),
+        ([], {}, "The conversation is empty. Give at least one message."),
+        ([1, -1], {}, "Token 1 of the prompt is -1. Token ids of tiny are whole numbers from 0 to "
+         f"{VOCAB - 1}."),
+        ("x", {"max_tokens": 0}, "max_tokens is 0. Give a whole number above 0."),
+        ("x", {"stop": "END"}, "stop is a string. Give a list of strings."),
+        ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"},
+         "A system message is given twice. Drop one of the two."),
+    ],
+)  # fmt: skip
+def test_refusals(plain, given, options, message):
+    with pytest.raises(UsageError) as error:
+        plain.stream(given, **options)
+    assert str(error.value) == message
+
+
+def test_block_size_is_checked(target, prompt_ids, truth, tmp_path):
+    drafter = oracle_for(target, prompt_ids, truth, 8, [7])
+    for block in (0, 9):
+        with pytest.raises(UsageError, match=rf"^Block size {block} does not fit this drafter"):
+            tiny_engine(tmp_path, target=target, drafter=drafter, block_size=block)
+    three = tiny_engine(tmp_path, target=target, drafter=drafter, block_size=3)
+    result = three.generate(PROMPT, max_tokens=N)
+    assert result.token_ids == truth
+    # 47 tokens behind the first: 15 cycles of 3, and one of 2 where max_tokens leaves no more.
+    assert result.stats.accept_histogram == [0, 1, 15]
+    one = tiny_engine(tmp_path, target=target, drafter=drafter, block_size=1)
+    result = one.generate(PROMPT, max_tokens=N)
+    assert result.token_ids == truth
+    assert result.stats.engine == "plain"
+
+
+def test_template_ids_have_one_frame(plain):
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = plain.prompt(messages, None, None)
+    assert prompt.ids == plain.tokenizer.encode_plain(prompt.text)
+    assert TEMPLATE.startswith("{% for")
