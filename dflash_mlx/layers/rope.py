@@ -20,13 +20,21 @@ _Periods = np.ndarray  # [D/2] float64: 1 / angular frequency, positions per rad
 class Rope:
     """Rotates [B, H, T, D] by absolute positions offset .. offset + T - 1.
 
-    `magnitude` multiplies the result (YaRN's cos/sin factor; 1 for every other kind).
+    `magnitude` multiplies the result (YaRN's cos/sin factor; 1 for every other kind). With
+    `theta`, unscaled periods are made by MLX itself, so logits equal mlx-lm's to the last bit.
     """
 
-    def __init__(self, periods: Sequence[float] | np.ndarray, magnitude: float = 1.0) -> None:
+    def __init__(
+        self,
+        periods: Sequence[float] | np.ndarray,
+        magnitude: float = 1.0,
+        *,
+        theta: float | None = None,
+    ) -> None:
         self.periods = mx.array(np.asarray(periods, dtype=np.float32))
         self.dims = 2 * self.periods.shape[0]
         self.magnitude = magnitude
+        self.theta = theta
 
     def __call__(self, x: mx.array, offset: int) -> mx.array:
         if self.magnitude != 1.0:
@@ -35,10 +43,10 @@ class Rope:
             x,
             self.dims,
             traditional=False,
-            base=None,
+            base=self.theta,
             scale=1.0,
             offset=offset,
-            freqs=self.periods,
+            freqs=self.periods if self.theta is None else None,
         )
 
 
@@ -64,8 +72,11 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
             )
     theta = _number({"rope_theta": rope_theta(config, scaling)}, "rope_theta")
     periods = theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    factors = _freq_factors(config, head_dim // 2)
+    if kind == "default" and factors is None:
+        return Rope(periods, theta=theta)
     periods, magnitude = _SCALINGS[kind](periods, {**scaling, "rope_theta": theta}, config)
-    return Rope(periods * _freq_factors(config, head_dim // 2), magnitude)
+    return Rope(periods if factors is None else periods * factors, magnitude)
 
 
 def rope_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,10 +122,10 @@ def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) 
     return float(value)
 
 
-def _freq_factors(config: Mapping[str, Any], count: int) -> np.ndarray | float:
+def _freq_factors(config: Mapping[str, Any], count: int) -> np.ndarray | None:
     factors = config.get("rope_freq_factors")
     if factors is None:
-        return 1.0
+        return None
     if len(factors) != count:
         raise CheckpointError(
             f"The checkpoint has {len(factors)} rope frequency factors for {count} frequencies; "
