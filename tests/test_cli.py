@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from dflash_mlx.cli import console
 from dflash_mlx.cli import doctor as doctor_command
 from dflash_mlx.engine import Chunk
 
-ROOT = Path(__file__).resolve().parents[1]
 SEE_CHAT = " `dflash-mlx chat --help` lists what it takes."
 
 STATS = """\
@@ -371,64 +367,3 @@ def test_version_and_help(run: Run) -> None:
         assert (code, err) == (0, "")
         assert all(f"\n  {name}" in out for name in ("chat", "models", "doctor"))
     assert "--repetition-penalty" in run("chat", "--help")[1]
-
-
-def _process(code: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, code, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["chat", "--help"], ["--version"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    code = (
-        f"import sys; from dflash_mlx import cli\ntry: cli.main({arguments})\nfinally: "
-        "print(sorted({n.partition('.')[0] for n in sys.modules}))"
-    )
-    process = _process("-c", code)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    loaded = set(eval(out.splitlines()[-1]))
-    assert "typer" in loaded
-    assert loaded & {"mlx", "mlx_lm", "transformers", "huggingface_hub", "numpy", "rich"} == set()
-
-
-FAKE = str(ROOT / "tests/fake_engine.py")
-
-
-def test_ctrl_c_ends_one_answer_with_130() -> None:
-    process = _process(FAKE, "chat", "m", "forever", stdin=subprocess.DEVNULL)
-    assert process.stdout is not None
-    assert process.stdout.read(12) == "forever more"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-
-
-def test_a_reader_that_leaves_ends_the_work_quietly() -> None:
-    process = _process(FAKE, "chat", "m", "forever", stdin=subprocess.DEVNULL)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.read(7) == "forever"
-    process.stdout.close()
-    assert process.wait(timeout=30) == 1
-    assert process.stderr.read() == ""
-    process.stderr.close()
-
-
-def test_a_reader_that_leaves_a_short_list_sees_no_complaint() -> None:
-    """All of it fits the buffer, so the closed pipe shows at the last flush only."""
-    process = _process("-m", "dflash_mlx", "models", stdin=subprocess.DEVNULL)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.wait(timeout=30) == 1
-    assert process.stderr.read() == ""
-    process.stderr.close()
