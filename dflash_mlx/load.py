@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -160,7 +160,9 @@ def _fill(
     else:
         for path in quantized:
             _dequantize(path, weights, groups.of(path), source, dtype)
-    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    expected = {name: array.shape for name, array in parameters}
+    del parameters
     _check_names(expected.keys(), weights.keys(), source)
     for name, shape in expected.items():
         if weights[name].shape != shape:
