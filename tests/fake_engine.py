@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import mlx.core  # noqa: F401  (before the engine, which would load another BLAS)
@@ -77,18 +78,22 @@ class FakeChat:
         self._engine, self._options = engine, options
         self.stats: GenerationStats | None = None
         self.resets = 0
+        self._turns: list[Iterator[Chunk]] = []
 
     def reset(self) -> None:
         self.stats = None
         self.resets += 1
 
     def send(self, text: str, **options: Any) -> Iterator[Chunk]:
-        return self._turn(self._engine.stream(text, **self._options, **options))
+        turn = self._turn(self._engine.stream(text, **self._options, **options))
+        self._turns.append(turn)  # so that only a call of close() can close it
+        return turn
 
     def _turn(self, stream: Iterator[Chunk]) -> Iterator[Chunk]:
-        for chunk in stream:
-            self.stats = chunk.stats or self.stats
-            yield chunk
+        with closing(stream):  # type: ignore[type-var]
+            for chunk in stream:
+                self.stats = chunk.stats or self.stats
+                yield chunk
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -37,6 +38,21 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     loaded = set(eval(out.splitlines()[-1]))
     assert "typer" in loaded
     assert loaded & {"mlx", "mlx_lm", "transformers", "huggingface_hub", "numpy", "rich"} == set()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="the OpenBLAS wheel is for Linux on x86-64",
+)
+@pytest.mark.parametrize("command", [["chat", "./missing.gguf", "hi"], ["doctor"]])
+def test_the_fast_blas_is_loaded_before_a_command_imports_mlx(command: list[str]) -> None:
+    code = (
+        f"import sys; from dflash_mlx import cli, machine\ntry: cli.main({command})\nfinally: "
+        "print('mlx.core' in sys.modules, machine.blas_in_use().name)"
+    )
+    process = _process("-c", code, stdin=subprocess.DEVNULL)
+    out, _ = process.communicate()
+    assert out.splitlines()[-1].startswith("True OpenBLAS")
 
 
 FAKE = str(ROOT / "tests/fake_engine.py")
