@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tiny_drafter as tiny
 from tiny_drafter import BorrowedTarget, write_drafter
 
 from dflash_mlx.draft.checkpoint import open_drafter
+from dflash_mlx.draft.dflash import DFlashDrafter
 from dflash_mlx.errors import CheckpointError, DFlashError, MismatchError
 from dflash_mlx.paths import assets_dir
 
@@ -111,3 +113,38 @@ def test_embedded_drafter_opens_and_drafts() -> None:
     second = drafter.draft_logits(mx.array([11]), 7, cache)
     assert mx.isfinite(first).all().item()
     assert mx.abs(first - second).max().item() > 0.1
+
+
+def first_drafts(drafter: DFlashDrafter) -> mx.array:
+    cache = drafter.make_cache()
+    drafter.observe(mx.array(tiny.context_features(tiny.drafter_config(), 20))[None], cache)
+    logits = drafter.draft_logits(mx.array([3]), 4, cache)
+    mx.eval(logits)
+    return logits
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_opened_in_one_thread_used_in_another(tmp_path: Path, bits: int | None) -> None:
+    """MLX's streams belong to threads: an array left lazy by opening would fail elsewhere."""
+    config = tiny.drafter_config("sliding", intermediate_size=64)
+    folder, target = write_drafter(tmp_path, config), BorrowedTarget()
+    opened: list[DFlashDrafter] = []
+    drafted: list[mx.array] = []
+
+    def open_it() -> None:
+        opened.append(open_drafter(folder, target, dtype=mx.float32, bits=bits, group_size=32))
+
+    for work in (open_it, lambda: drafted.append(first_drafts(opened[0]))):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert mx.array_equal(drafted[0], first_drafts(opened[0])).item()
+
+
+def test_bfloat16_drafter_stays_near(tmp_path: Path) -> None:
+    folder, target = write_drafter(tmp_path, tiny.drafter_config()), BorrowedTarget()
+    exact, rounded = (
+        first_drafts(open_drafter(folder, target, dtype=kind)) for kind in (mx.float32, mx.bfloat16)
+    )
+    assert rounded.dtype == mx.float32  # choosing among logits never happens in bfloat16
+    assert 1e-4 < mx.abs(exact - rounded).mean().item() < 0.1
