@@ -77,8 +77,8 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
     def token_text(self, token: int) -> str:
-        """A special or added token as templates write it."""
-        return self._backend.id_to_token(token)
+        """A special or added token as templates write it; "" for an id without a token."""
+        return self._backend.id_to_token(token) or ""
 
     def detokenizer(self) -> StreamDetokenizer:
         """Fresh streaming state; the texts it gives join to `decode` of all ids."""

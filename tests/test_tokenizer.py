@@ -140,9 +140,8 @@ def test_special_tokens_in_a_text(smollm2: Tokenizer) -> None:
 @pytest.mark.smollm2
 def test_decoding_gives_the_text_back(smollm2: Tokenizer) -> None:
     for text in golden("llama_cpp.json")["strings"]:
-        ids = smollm2.encode_plain(text)
+        ids, stream = smollm2.encode_plain(text), smollm2.detokenizer()
         assert smollm2.decode(ids) == text
-        stream = smollm2.detokenizer()
         assert "".join(stream.add([i]) for i in ids) + stream.finish() == text
 
 
@@ -189,6 +188,7 @@ def test_tiny_encoding(tmp_path: Path) -> None:
     assert tokenizer.decode([256, TOOL, TURN, 257]) == "in<tool> t"  # only control tokens go
     assert tokenizer.encode_plain("[PAD263]") == list(b"[PAD263]")
     assert tokenizer.decode([UNUSED, 256]) == "in"
+    assert [tokenizer.token_text(i) for i in (TURN, UNUSED)] == ["<turn>", ""]
 
 
 @pytest.mark.parametrize(
