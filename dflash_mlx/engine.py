@@ -22,7 +22,7 @@ from dflash_mlx.draft.base import Drafter
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.generate import Chunk, Completion, Message, Prompt, Transcript, answer, refuse_empty
-from dflash_mlx.load import load_target, resolve_dtype
+from dflash_mlx.loader import load_target
 from dflash_mlx.machine import versions
 from dflash_mlx.models.base import Target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
@@ -247,7 +247,7 @@ def load(
     reason in the statistics; None decodes plainly; anything else is a drafter's hub id or
     folder, and an error when it does not serve.
     draft_bits: 4 or 8 quantizes the drafter's linear layers.
-    dtype: auto, bfloat16, float16 or float32 (see load.resolve_dtype).
+    dtype: auto, bfloat16, float16 or float32 (see loader.resolve_dtype).
     revision: of the target's hub repo. block_size: rows a cycle verifies, at most as trained.
     Raises DFlashError with a sentence to show.
     """
@@ -267,7 +267,7 @@ def load(
             found.drafter_spec, revision=found.drafter_revision, kind="drafter", progress=progress
         ).path
         # float16 overflows in the fused features, so a drafter is bfloat16 beside such a target.
-        kind = mx.float32 if resolve_dtype(dtype).dtype == mx.float32 else mx.bfloat16
+        kind = mx.float32 if target.dtype == mx.float32 else mx.bfloat16
         return open_drafter(folder, target, dtype=kind, bits=draft_bits)
 
     drafter, reason, warnings = None, "", []

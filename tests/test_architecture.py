@@ -19,7 +19,7 @@ LEVELS = (
     "cache",
     "layers",
     "models draft",
-    "decode load",
+    "decode loader",
     "generate chat engine convert train",
     "bench server",
     "cli",

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.dflash import DFlashDrafter
-from dflash_mlx.load import load_target
+from dflash_mlx.loader import load_target
 from dflash_mlx.paths import assets_dir
 from dflash_mlx.segment import Segment
 from dflash_mlx.tokenizer import load_tokenizer

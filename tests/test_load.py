@@ -15,7 +15,7 @@ from oracle import plain_greedy, plain_logits
 from tiny import target_of, tiny_config, tiny_prompt, tiny_weights
 
 from dflash_mlx.errors import UsageError
-from dflash_mlx.load import Precision, load_target, load_target_as, resolve_dtype
+from dflash_mlx.loader import Precision, load_target, load_target_as, resolve_dtype
 from dflash_mlx.weights import read_weights
 
 IDS = tiny_prompt(96, 20)

@@ -16,7 +16,7 @@ from checkpoints import INDEX, write_folder, write_quantized
 from tiny import tiny_config, tiny_weights
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.load import Precision, load_target, load_target_as
+from dflash_mlx.loader import Precision, load_target, load_target_as
 from dflash_mlx.weights import read_config, read_weights
 
 # Each fault changes a good folder; the sentence is the whole message.

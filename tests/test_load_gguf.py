@@ -18,7 +18,7 @@ from oracle import plain_logits
 from tiny import target_of, tiny_config, tiny_prompt, tiny_weights
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.load import Precision, load_target, load_target_as
+from dflash_mlx.loader import Precision, load_target, load_target_as
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
 

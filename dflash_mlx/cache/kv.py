@@ -24,7 +24,8 @@ class KVCache(LayerCache):
         rows = keys.shape[2]
         end = self.length + rows
         self._reserve(end, keys, values)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys[:, :, self.length : end] = keys
         self.values[:, :, self.length : end] = values
         self.pending = rows

@@ -39,7 +39,7 @@ class CacheStack:
         """Shorten to `length` tokens; False (and the stack is unusable) when a layer cannot."""
         if length >= self.length:
             return length == self.length
-        if not all([layer.rewind(length) for layer in self.layers]):
+        if not all(layer.rewind(length) for layer in self.layers):
             return False
         self.length = length
         return True

@@ -126,10 +126,10 @@ class Session:
             console.say(str(error))
             return
         except KeyboardInterrupt:
-            # Stopped in the middle of a step: what the caches hold is not known to be whole.
+            # Stopped in the middle of a step: the engine drops its caches, the chat its last turn
+            # at most, and the next turn runs the conversation again.
             writer.end()
-            self._chat.reset()
-            console.say("Stopped at once. The conversation is forgotten.")
+            console.say("Stopped at once.")
             return
         writer.end()
         if final is None:

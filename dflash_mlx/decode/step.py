@@ -1,8 +1,6 @@
-"""One step of decoding as a lazy graph: draft, verify, accept. With no drafts it is a plain step.
+"""One step of decoding as a lazy graph: draft, verify, accept; with no drafts a plain step.
 
-    anchor ──propose──> d_1..d_n ──┐
-       └────────────────────────── [anchor d_1 .. d_n] ──verify──> rows 0..n ──accept──> verdict
-
+    anchor -propose-> d_1..d_n;  [anchor d_1..d_n] -verify-> rows 0..n -accept-> verdict
 Nothing here reads an array: `Flight.read` is the one host synchronisation of a cycle.
 """
 

@@ -19,6 +19,11 @@ class Target(Protocol):
     vocab_size: int
     context_length: int  # positions the checkpoint was made for
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of hidden states, features and logits."""
+        ...
+
     def make_cache(self) -> CacheStack:
         """An empty cache for one sequence."""
         ...

@@ -1,0 +1,72 @@
+"""The README tells the truth: generated parts, tree, and examples that run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dflash_mlx import paths
+
+ROOT = paths.registry_file().parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_generated_parts_are_up_to_date():
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/update_readme"), "--check"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_out_of_date_parts_are_found(tmp_path):
+    """The check can fail: in a copy with another table it does."""
+    for name in ("README.md", "models.toml"):
+        text = (ROOT / name).read_text("utf-8")
+        (tmp_path / name).write_text(text.replace("| SmolLM2-135M |", "| SmolLM3 |"), "utf-8")
+    (tmp_path / "scripts").mkdir()
+    script = (ROOT / "scripts/update_readme").read_text("utf-8")
+    (tmp_path / "scripts/update_readme").write_text(script, "utf-8")
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "scripts/update_readme"), "--check"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    assert run.returncode == 1
+    assert "out of date" in run.stderr
+
+
+def test_tree_names_what_exists():
+    tree = README.split("## The tree")[1].split("```")[1]
+    for name in re.findall(r"^  (\S+)", tree, re.MULTILINE):
+        assert (ROOT / "dflash_mlx" / name).exists(), f"{name} is in the tree but not there"
+    package = ROOT / "dflash_mlx"
+    for path in package.iterdir():
+        if path.name != "__pycache__":
+            name = path.name + ("/" if path.is_dir() else "")
+            assert f"  {name} " in tree, f"{name} is missing in the tree"
+
+
+def test_two_commands_come_first():
+    head = README[:700]
+    assert 'scripts/dflash chat SmolLM2-135M "Natalia' in head
+    assert "scripts/test" in head
+
+
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("index", range(len(examples())))
+def test_examples_run(index, smollm2_gguf):
+    """Every Python example runs as a program of its own, and prints something."""
+    run = subprocess.run([sys.executable, "-c", examples()[index]], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.strip()) > 10
