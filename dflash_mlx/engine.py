@@ -60,6 +60,7 @@ class Engine:
         self.drafter_name = drafter_name
         self.warnings = list(warnings)
         self.block_size = _checked_block_size(block_size, drafter)
+        self._versions = versions()  # reading them takes milliseconds
         self._lock = threading.RLock()
         # MLX's default streams belong to their thread; this one serves whichever thread calls.
         self._stream = mx.new_thread_unsafe_stream(mx.default_device())
@@ -185,7 +186,7 @@ class Engine:
             engine_reason=self.reason,
             model=self.model,
             drafter=self.drafter_name,
-            versions=versions(),
+            versions=dict(self._versions),
             blas=f"{BLAS.name}: {BLAS.reason}",
             warnings=list(self.warnings),
         )
