@@ -14,9 +14,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from dflash_mlx.errors import CheckpointError, UsageError
-from dflash_mlx.models import build_target
+from dflash_mlx.models import build_target, family_of
 from dflash_mlx.models.base import Target
-from dflash_mlx.weights import read_config, read_weights
+from dflash_mlx.weights import is_mlx_format, read_config, read_weights
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ def _load_folder(folder: Path, precision: Precision) -> Target:
     groups = _Groups.read(folder, config)
     model = build_target(config)
     weights = read_weights(folder)
+    if not is_mlx_format(folder):
+        family_of(config).remap_hf(weights, config)
     _drop_harmless(weights, config)
     dtype = precision.dtype
     if dtype is None:

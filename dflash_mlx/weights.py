@@ -70,6 +70,16 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return weights
 
 
+def is_mlx_format(folder: Path) -> bool:
+    """Whether the folder's tensors carry MLX's format tag: names and layouts are MLX's then."""
+    index = _read_index(folder)
+    file = folder / min(index.values()) if index else _plain_files(folder)[0]
+    _checked_names(file)
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return (header.get("__metadata__") or {}).get("format") == "mlx"
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ from mlx_lm.utils import load_model
 from oracle import plain_greedy, plain_logits
 from tiny import target_of, tiny_config, tiny_prompt, tiny_weights
 
+from dflash_mlx import models
 from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import Precision, load_target, load_target_as, resolve_dtype
 from dflash_mlx.weights import read_weights
@@ -162,3 +163,18 @@ def test_no_second_copy_of_the_weights_is_held(tmp_path: Path) -> None:
     assert size <= held <= 1.02 * size
     assert mx.get_peak_memory() - before <= 1.15 * size
     assert target.num_layers == 8
+
+
+def test_only_foreign_checkpoints_are_renamed(tmp_path, monkeypatch):
+    """A family's remap_hf sees HF checkpoints and not those with MLX's format tag."""
+    seen = []
+    real = models.FAMILIES["llama"]
+    row = real._replace(remap_hf=lambda weights, config: seen.append(sorted(weights)))
+    monkeypatch.setitem(models.FAMILIES, "llama", row)
+    folder = write_folder(tmp_path / "hf", tiny_config("llama"))
+    load_target(folder)
+    assert len(seen) == 1
+    assert "model.norm.weight" in seen[0]
+    quantized = write_quantized(tmp_path / "mlx", "llama")
+    load_target(quantized)
+    assert len(seen) == 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from dflash_mlx.models.dense import DenseTarget
+    from dflash_mlx.models.decoder import DecoderTarget
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 48,
@@ -79,12 +79,12 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
     return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
-def tiny_target(family: str, seed: int = 0, **overrides: Any) -> DenseTarget:
+def tiny_target(family: str, seed: int = 0, **overrides: Any) -> DecoderTarget:
     """A tiny float32 target with every parameter set from `tiny_weights` and evaluated."""
     return target_of(tiny_config(family, **overrides), seed)
 
 
-def target_of(config: dict[str, Any], seed: int = 0) -> DenseTarget:
+def target_of(config: dict[str, Any], seed: int = 0) -> DecoderTarget:
     """The target of a config, with the weights of `tiny_weights`."""
     import mlx.core as mx
 

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import mlx.core as mx
 
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.models import llama, qwen3
-from dflash_mlx.models.dense import DenseTarget
+from dflash_mlx.models.decoder import DecoderTarget
 
-# config.json's model_type -> a model with unset weights.
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], DenseTarget]] = {
-    "llama": llama.build,
-    "qwen3": qwen3.build,
+Weights = dict[str, mx.array]
+
+
+def _same_names(weights: Weights, config: Mapping[str, Any]) -> None:
+    """The checkpoint's names are the model's."""
+
+
+class Family(NamedTuple):
+    """build: config.json -> a model with unset weights.
+
+    remap_hf: renames, splits or drops by name, in place, what a Hugging Face checkpoint of the
+    family holds otherwise than the model; not called for checkpoints in MLX's format.
+    """
+
+    build: Callable[[Mapping[str, Any]], DecoderTarget]
+    remap_hf: Callable[[Weights, Mapping[str, Any]], None] = _same_names
+
+
+# by config.json's model_type
+FAMILIES: dict[str, Family] = {
+    "llama": Family(llama.build),
+    "qwen3": Family(qwen3.build),
 }
 
 
-def build_target(config: Mapping[str, Any]) -> DenseTarget:
-    """A model with unset weights; CheckpointError names a model_type that is not supported."""
-    family = config.get("model_type")
-    if family not in FAMILIES:
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The config's family; CheckpointError names a model_type that is not supported."""
+    name = config.get("model_type")
+    if name not in FAMILIES:
         raise CheckpointError(
-            f"The config's model_type {family!r} is not supported; use a model of one of "
+            f"The config's model_type {name!r} is not supported; use a model of one of "
             f"{', '.join(FAMILIES)}."
         )
-    return FAMILIES[family](config)
+    return FAMILIES[name]
+
+
+def build_target(config: Mapping[str, Any]) -> DecoderTarget:
+    """A model with unset weights; CheckpointError as `family_of`."""
+    return family_of(config).build(config)
