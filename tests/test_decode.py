@@ -223,6 +223,19 @@ def test_nan_drafter_costs_a_warning_not_the_text(target, texts):
     assert [w for w in stats.warnings if "NaN" in w]
 
 
+def test_conversation_goes_on_plainly_behind_a_nan(target, texts):
+    prompt, truth = texts(20, 40)
+    drafter = NaNDrafter(
+        20, truth, vocab_size=96, hidden_size=48, block_size=8, taps=TAPS, plan=[3]
+    )
+    session = Session(target, drafter, nullcontext)
+    decode(session, prompt, 20)
+    tokens, stats, _ = decode(session, prompt + truth[:20], 10)
+    assert tokens == truth[20:30]
+    assert (stats.engine, stats.cycles) == ("plain", 0)
+    assert "NaN" in stats.engine_reason
+
+
 def test_drafter_that_never_agrees_is_named(target, texts):
     prompt, truth = texts(20, 40)
     drafter = oracle(target, prompt, truth, 8, [0])

@@ -95,7 +95,11 @@ class Session:
         """
         if not prompt or max_tokens < 1:
             raise ValueError("a prompt of at least one token and max_tokens of at least 1")
-        stats.accept_histogram = [0] * self.block_size if self.draft_cache else []
+        if self.draft_cache is not None:
+            stats.accept_histogram = [0] * self.block_size
+        elif self.drafter is not None and self.block_size > 1:
+            stats.engine = "plain"
+            stats.engine_reason = "the drafter produced NaN earlier in this conversation"
         chooser = self._chooser(params)
         try:
             first = self._prefill(prompt, chooser, stats)
