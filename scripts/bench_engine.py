@@ -310,7 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="SmolLM2-135M")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of them")
+    parser.add_argument("--prompts", type=int, default=3, help="how many of them")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     parser.add_argument("--no-judge", action="store_true", help="exit 0 whatever was found")

@@ -12,9 +12,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from oracle import plain_greedy
+from test_scripts import Checkout, checkout
 from tiny import target_of, tiny_config
 from tiny_drafter import BLOCK, drafter_config, write_drafter
-from tiny_engine import VOCAB, tiny_engine
+from tiny_engine import VOCAB, oracle_for, tiny_engine
 
 from dflash_mlx.draft.checkpoint import open_drafter
 
@@ -25,6 +26,7 @@ import bench_cycles  # noqa: E402
 import bench_engine  # noqa: E402
 from bench_pairs import BOUNDS, Pairs, Run, Seconds, deciding_clock, judge, timed  # noqa: E402
 
+__all__ = ["checkout"]  # a fixture of the scripts' tests
 N = 14
 PROMPTS = {"clips": "Count the clips.", "rain": "Why does it rain?"}
 CONFIG = tiny_config("llama", vocab_size=VOCAB)
@@ -189,6 +191,26 @@ def test_the_document_has_what_was_measured(measured):
     assert all(name in shown for name in (*PROMPTS, *BOUNDS))
 
 
+def test_rounds_alternate_and_plain_stands_on_both_sides_of_mlx_lm(engine, reference, monkeypatch):
+    bench = bench_engine.Bench(engine, reference, 6)
+    bench.admit("clips", PROMPTS["clips"])
+    asked = []
+    run = bench._run
+    monkeypatch.setattr(bench, "_run", lambda who, prompt: asked.append(who) or run(who, prompt))
+    for number in range(3):
+        bench.round(number, "clips")
+    order = ["plain", "mlx_lm", "again", "dflash"]
+    assert asked == [*order, *reversed(order), *order]
+
+
+def test_a_text_that_changes_from_run_to_run_stops_everything(engine, reference):
+    bench = bench_engine.Bench(engine, reference, 6)
+    bench.admit("clips", PROMPTS["clips"])
+    bench.texts["clips"] = [*bench.texts["clips"][:-1], 0]
+    with pytest.raises(bench_engine.UsageError, match="two different texts"):
+        bench.round(0, "clips")
+
+
 def test_a_text_that_differs_is_refused(engine):
     """mlx-lm with one changed weight: its speed counts for nothing and the whole fails."""
     other = bench_engine.mlx_lm_model(CONFIG, target_of(CONFIG, seed=1))
@@ -240,9 +262,13 @@ def test_the_forwards_beside_a_cycle_are_the_same_ones(engine, monkeypatch):
 
     monkeypatch.setattr(type(engine.target), "forward", lambda self, *a: recorded(*a))
     prompt = list(range(20, 40))
-    found = list(bench_cycles.paired_cycles(engine.target, engine.drafter, prompt, 40, ()))
+    truth = plain_greedy(engine.target, prompt, 44)
+    drafter = oracle_for(engine.target, prompt, truth, 5, [2])
+    calls.clear()
+    found = list(bench_cycles.paired_cycles(engine.target, drafter, prompt, 40, ()))
     alone, real = calls.values()
     assert len(found) >= 8
+    assert [length for length, _, _ in alone[1:]] == [20 + 3 * i for i in range(len(found))]
     assert alone == real[: len(alone)]
     assert len(alone) == len(found) + 1  # the prefill
     assert all(s.wall > 0 for pair in found for s in pair)
@@ -279,3 +305,12 @@ def test_an_unknown_model_is_a_sentence(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert "nowhere" in err
+
+
+def test_it_runs_in_the_environment_that_the_scripts_make(checkout: Checkout):
+    checkout.add_python("python3", "3.12")
+    code, out, err = checkout.run("bench_engine", "--repeats", "7")
+    assert (code, out) == (0, "")
+    assert "installing the package" in err
+    calls = checkout.log.read_text().splitlines()
+    assert calls[-1] == f"python {checkout.root}/scripts/bench_engine.py --repeats 7"
