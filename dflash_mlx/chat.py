@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.stats import GenerationStats
-from dflash_mlx.generate import Chunk, Message, Prompt, Transcript, refuse_empty
+from dflash_mlx.generate import Chunk, Transcript
+from dflash_mlx.prompt import Message, Prompt, refuse_empty
 
 if TYPE_CHECKING:
     from dflash_mlx.engine import Engine
@@ -73,13 +74,13 @@ class Chat:
         sampling: SamplingParams | None,
         stop: Sequence[str],
     ) -> Generator[Chunk, None, None]:
-        said = Transcript()
-        answer = self._engine.answer(self._session, prompt, limit, sampling, stop, said)
+        said, stats = Transcript(), self._engine.new_stats()
+        answer = self._engine.answer(self._session, prompt, limit, sampling, stop, said, stats)
+        self.stats = stats  # from the start, so that an answer that was stopped has some
         visible = ""
         try:
             for chunk in answer:
                 visible += chunk.text
-                self.stats = chunk.stats or self.stats
                 yield chunk
         finally:
             answer.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +19,21 @@ from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import Drafter
-from dflash_mlx.draft.checkpoint import open_drafter
-from dflash_mlx.errors import DFlashError, UsageError
-from dflash_mlx.generate import Chunk, Completion, Message, Prompt, Transcript, answer, refuse_empty
+from dflash_mlx.drafting import Drafting, choose_drafter
+from dflash_mlx.errors import UsageError
+from dflash_mlx.generate import Chunk, Completion, Transcript, answer
 from dflash_mlx.loader import load_target
 from dflash_mlx.machine import versions
 from dflash_mlx.models.base import Target
+from dflash_mlx.prompt import (
+    Message,
+    Prompt,
+    as_items,
+    checked_ids,
+    checked_messages,
+    checked_stops,
+    refuse_empty,
+)
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
 
 Input = str | Sequence[Message] | Sequence[int]
@@ -51,7 +60,9 @@ class Engine:
         drafter_name: str | None = None,
         block_size: int | None = None,
         warnings: Sequence[str] = (),
+        revisions: tuple[str | None, str | None] = (None, None),
     ) -> None:
+        self.revisions = revisions  # of target and drafter, as the hub names them
         self.target = target
         self.tokenizer = tokenizer
         self.drafter = drafter
@@ -132,20 +143,16 @@ class Engine:
             mx.clear_cache()
 
     def prompt(self, given: Input, thinking: bool | None, system: str | None) -> Prompt:
+        """What `stream` was given as the target will see it; UsageError names what is wrong."""
         if isinstance(given, str):
             refuse_empty(given)
             if not self.tokenizer.has_template:
                 return self._bare_prompt(given, thinking, system)
             given = [{"role": "user", "content": given}]
-        if not given:
-            raise UsageError("The conversation is empty. Give at least one message.")
-        if isinstance(given[0], int):
-            return Prompt(self._checked_ids(given), None)
-        messages = [dict(m) for m in given if isinstance(m, dict)]
-        if system is not None:
-            if messages[0].get("role") == "system":
-                raise UsageError("A system message is given twice. Drop one of the two.")
-            messages = [{"role": "system", "content": system}, *messages]
+        items = as_items(given)
+        if not isinstance(items[0], Mapping | str | tuple | list):
+            return Prompt(checked_ids(items, self.target.vocab_size, self.model), None)
+        messages = checked_messages(items, system)
         text = self.tokenizer.render(messages, thinking=thinking)
         ids = self.tokenizer.chat_ids(messages, thinking=thinking)
         return Prompt(ids, text, self.tokenizer.opens_thinking(text))
@@ -158,19 +165,10 @@ class Engine:
             )
         return Prompt(self.tokenizer.encode(text), text)
 
-    def _checked_ids(self, ids: Sequence[Any]) -> list[int]:
-        vocab = self.target.vocab_size
-        for index, token in enumerate(ids):
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                raise UsageError(
-                    f"Token {index} of the prompt is {token!r}. "
-                    f"Token ids of {self.model} are whole numbers from 0 to {vocab - 1}."
-                )
-        return list(ids)
-
     def limit(self, prompt: Prompt, max_tokens: int) -> int:
         """max_tokens, or less where the model's context ends first."""
-        if not isinstance(max_tokens, int) or max_tokens < 1:
+        whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+        if not whole or max_tokens < 1:
             raise UsageError(f"max_tokens is {max_tokens!r}. Give a whole number above 0.")
         room = self.target.context_length - len(prompt.ids)
         if room < 1:
@@ -180,12 +178,15 @@ class Engine:
             )
         return min(max_tokens, room)
 
-    def _new_stats(self) -> GenerationStats:
+    def new_stats(self) -> GenerationStats:
+        """Statistics of a generation that has not begun."""
         return GenerationStats(
             engine="dflash" if self.block_size > 1 else "plain",
             engine_reason=self.reason,
             model=self.model,
             drafter=self.drafter_name,
+            model_revision=self.revisions[0],
+            drafter_revision=self.revisions[1],
             versions=dict(self._versions),
             blas=f"{BLAS.name}: {BLAS.reason}",
             warnings=list(self.warnings),
@@ -199,18 +200,24 @@ class Engine:
         sampling: SamplingParams | None,
         stop: Sequence[str],
         transcript: Transcript | None = None,
+        stats: GenerationStats | None = None,
     ) -> Generator[Chunk, None, None]:
-        """Chunks of an answer in a session of this engine."""
-        if isinstance(stop, str):
-            raise UsageError("stop is a string. Give a list of strings.")
+        """Chunks of an answer in a session of this engine; UsageError for unusable stops."""
+        params = sampling or SamplingParams()
+        stats = stats if stats is not None else self.new_stats()
+        if idle := params.without_effect():
+            stats.warn(
+                f"Without effect at temperature 0, where decoding is greedy: {', '.join(idle)}. "
+                "Set a temperature too."
+            )
         return answer(
             session,
             self.tokenizer,
             prompt,
-            sampling or SamplingParams(),
+            params,
             max_tokens,
-            stop,
-            self._new_stats(),
+            checked_stops(stop),
+            stats,
             transcript if transcript is not None else Transcript(),
             self._compare_with_plain,
         )
@@ -254,6 +261,12 @@ def load(
     """
     if draft_bits not in (None, 4, 8):
         raise UsageError(f"draft_bits is {draft_bits!r}. Drafters are quantized to 4 or 8 bits.")
+    if draft is None and (draft_bits or block_size not in (None, 1)):
+        raise UsageError(
+            "Block size and draft bits need a drafter. Leave them out to decode plainly."
+        )
+    if draft is not None and not draft.strip():
+        raise UsageError("The drafter's name is empty. Give a hub id or a folder.")
     given = draft if draft not in (None, "auto") else None
     found = registry.load_registry().resolve(name, drafter=given)
     wanted = revision or found.target_revision
@@ -261,40 +274,21 @@ def load(
     target = load_target(fetched.path, dtype)
     tokenizer = load_tokenizer(fetched.path)
     model = found.pair.name if found.pair else name
-
-    def open_draft() -> Drafter:
-        assert found.drafter_spec is not None
-        folder = hub.fetch(
-            found.drafter_spec, revision=found.drafter_revision, kind="drafter", progress=progress
-        ).path
-        # float16 overflows in the fused features, so a drafter is bfloat16 beside such a target.
-        kind = mx.float32 if target.dtype == mx.float32 else mx.bfloat16
-        return open_drafter(folder, target, dtype=kind, bits=draft_bits)
-
-    drafter, reason, warnings = None, "", []
-    if draft is None:
-        reason = "drafting is switched off"
-    elif found.drafter_spec is None:
-        reason = f"no drafter is known for {model}"
-    elif given is not None:
-        drafter, reason = open_draft(), "the drafter given"
-    else:
-        try:
-            drafter, reason = open_draft(), f"the registry's drafter for {model}"
-        except DFlashError as error:
-            reason = f"the drafter {found.drafter_spec} could not be used: {error}"
-            warnings = [f"Decoding plainly, since {reason}"]
-    if drafter is not None and block_size == 1:
-        reason = "a block of one row leaves nothing to draft"
+    chosen = Drafting(reason="drafting is switched off")
+    if draft is not None:
+        chosen = choose_drafter(found, model, target, given is not None, draft_bits, progress)
+    if chosen.drafter is not None and block_size == 1:
+        chosen.reason = "a block of one row leaves nothing to draft"
     return Engine(
         target,
         tokenizer,
-        drafter,
-        reason=reason,
+        chosen.drafter,
+        reason=chosen.reason,
         model=model,
-        drafter_name=found.drafter_spec if drafter is not None else None,
+        drafter_name=chosen.name,
         block_size=block_size,
-        warnings=warnings,
+        warnings=chosen.warnings,
+        revisions=(fetched.revision, chosen.revision),
     )
 
 

@@ -10,11 +10,9 @@ from typing import Any
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
-from dflash_mlx.errors import UsageError
+from dflash_mlx.prompt import Prompt
 from dflash_mlx.text import Reasoning, StopStrings
 from dflash_mlx.tokenizer import Tokenizer
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -41,27 +39,12 @@ class Completion:
         return head | self.stats.to_json()
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as the target sees it. text is None for a prompt given as tokens."""
-
-    ids: list[int]
-    text: str | None
-    thinking: bool = False  # the template left a think block open
-
-
 @dataclass
 class Transcript:
     """What a generation has emitted so far, end token included, for a chat's next turn."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
-
-
-def refuse_empty(text: str) -> None:
-    """UsageError for a message of nothing but white space."""
-    if not text.strip():
-        raise UsageError("The prompt is empty. Give some text to answer.")
 
 
 def answer(
@@ -105,6 +88,7 @@ def answer(
                 break
     finally:
         run.close()
+        stats.total_seconds = time.perf_counter() - started  # also of an abandoned answer
     rest = ""
     if stops.stopped:  # nothing behind the stop string stays in the caches
         session.rewind(len(prompt.ids) + len(transcript.ids) - 1)
@@ -112,6 +96,8 @@ def answer(
         tail = detokenizer.finish()
         transcript.text += tail
         rest = stops.feed(tail) + stops.finish()
+        if stops.stopped:
+            stats.finish_reason = "stop_string"
     reasoning, shown = (a + b for a, b in zip(split.feed(rest), split.finish(), strict=True))
     stats.total_seconds = time.perf_counter() - started
     conclude(session, stats)

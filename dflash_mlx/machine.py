@@ -35,6 +35,7 @@ MLX_FUNCTIONS = (
     "fast.rope",
     "fast.scaled_dot_product_attention",
     "metal.is_available",
+    "new_thread_unsafe_stream",
     "random.categorical",
     "random.split",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # First, so that every test runs on the BLAS of MLX's own wheel: its rounding does not depend on
@@ -9,6 +11,26 @@ from pathlib import Path
 # before MLX is imported.)
 import mlx.core as mx
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests run on the CPU, also on a Mac; those marked `metal` on its GPU."""
+    on_gpu = request.node.get_closest_marker("metal") is not None
+    before = mx.default_device()
+    mx.set_default_device(mx.gpu if on_gpu else mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture(scope="session")
+def row_invariant_blas() -> None:
+    """Skips where rows of a matrix product depend on their number, as with macOS' Accelerate."""
+    from dflash_mlx.machine import blas_in_use
+
+    if sys.platform == "darwin":
+        pytest.skip("Accelerate orders sums by the number of rows; equality is tested on Linux")
+    assert not blas_in_use().fast, "exactness is tested on the BLAS of MLX's own wheel"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

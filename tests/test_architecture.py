@@ -20,7 +20,7 @@ LEVELS = (
     "layers",
     "models draft",
     "decode loader",
-    "generate chat engine convert train",
+    "prompt generate drafting chat engine convert train",
     "bench server",
     "cli",
 )

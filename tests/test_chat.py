@@ -112,6 +112,9 @@ def test_stopped_answer_stays_in_the_conversation(engine):
     assert [m["role"] for m in chat.messages] == ["user", "assistant"]
     assert chat.messages[1]["content"] == seen
     assert chat._session.cache.pending == 0
+    assert chat.stats.finish_reason == "abandoned"
+    assert chat.stats.generation_tokens > 0
+    assert chat.stats.total_seconds >= chat.stats.generation_seconds
     engine.target.rows.clear()
     _, tokens = say(chat, "Go on", max_tokens=5)
     assert len(tokens) == 5
@@ -150,7 +153,9 @@ def test_stop_string_in_a_chat(engine):
     chat = engine.chat()
     whole, _ = say(chat, "Hi", max_tokens=20)
     chat.reset()
-    text, _ = say(chat, "Hi", max_tokens=20, stop=[whole[6:8]])
+    text, tokens = say(chat, "Hi", max_tokens=20, stop=[whole[6:8]])
+    # Nothing behind the stop string stays in the caches.
+    assert chat._session.ids == [*engine.prompt("Hi", None, None).ids, *tokens[:-1]]
     assert text == whole[: whole.index(whole[6:8])]
     assert chat.messages[1]["content"] == text
     _, tokens = say(chat, "Next", max_tokens=4)

@@ -40,6 +40,22 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert loaded & {"mlx", "mlx_lm", "transformers", "huggingface_hub", "numpy", "rich"} == set()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource")
+def test_help_is_quick() -> None:
+    """--help takes no more than a few times what starting Python and importing typer takes."""
+    import resource
+
+    def seconds(code: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        _process("-c", code).communicate()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    ours = "from dflash_mlx import cli; cli.main(['chat', '--help'])"
+    pairs = [(seconds(ours), seconds("import typer.main, typer.core")) for _ in range(5)]
+    assert min(a for a, _ in pairs) < 3 * min(b for _, b in pairs)
+
+
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64",
     reason="the OpenBLAS wheel is for Linux on x86-64",

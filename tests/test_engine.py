@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+from types import MappingProxyType
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from oracle import plain_greedy
 from tiny import tiny_target
@@ -206,16 +209,26 @@ def test_two_streams_at_once(plain, truth):
     assert [t for _, y in pairs for t in y.token_ids] == truth
 
 
-def test_abandoned_stream_frees_everything(tmp_path):
+@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_abandoned_stream_frees_everything(tmp_path, how, drafting):
     big = tiny_target("llama", vocab_size=VOCAB, max_position_embeddings=40_000)
-    engine = tiny_engine(tmp_path, target=big)
+    prompt = list(range(60)) * 25
+    drafter = oracle_for(big, prompt, [0] * 200, 8, [2]) if drafting else None
+    if drafter is not None:
+        drafter._check = lambda anchor, cache: None  # its drafts may be wrong here
+    engine = tiny_engine(tmp_path, target=big, drafter=drafter)
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
-    stream = engine.stream(list(range(60)) * 40, max_tokens=100)
+    stream = engine.stream(prompt, max_tokens=100)
     next(stream)
-    assert mx.get_active_memory() > before + 2400 * 4 * 2 * 2 * 12 * 4 * 0.9
-    stream.close()
+    next(stream)
+    assert mx.get_active_memory() > before + 1500 * 4 * 2 * 2 * 12 * 4 * 0.9
+    if how == "close":
+        stream.close()
+    else:
+        del stream
     assert mx.get_active_memory() <= before + 4096
     assert mx.get_cache_memory() == 0
 
@@ -289,7 +302,21 @@ def test_raw_tokens_and_missing_template(tmp_path, target, prompt_ids, truth, pl
         ([1, -1], {}, "Token 1 of the prompt is -1. Token ids of tiny are whole numbers from 0 to "
          f"{VOCAB - 1}."),
         ("x", {"max_tokens": 0}, "max_tokens is 0. Give a whole number above 0."),
-        ("x", {"stop": "END"}, "stop is a string. Give a list of strings."),
+        ([1, True], {}, "Token 1 of the prompt is True. Token ids of tiny are whole numbers from 0 "
+         f"to {VOCAB - 1}."),
+        (np.array([1, 400]), {}, "Token 1 of the prompt is 400. Token ids of tiny are whole "
+         f"numbers from 0 to {VOCAB - 1}."),
+        ([{"role": "user", "content": "a"}, "oops"], {}, "Message 1 of the conversation is 'oops'. "
+         'A message is a mapping with "role" and "content".'),
+        ([("user", "Hi")], {}, "Message 0 of the conversation is ('user', 'Hi'). "
+         'A message is a mapping with "role" and "content".'),
+        ({"role": "user", "content": "a"}, {}, "The prompt is a dict. "
+         "Give a string, a list of messages or a list of token ids."),
+        (3, {}, "The prompt is a int. Give a string, a list of messages or a list of token ids."),
+        ("x", {"max_tokens": True}, "max_tokens is True. Give a whole number above 0."),
+        ("x", {"stop": "END"}, "stop is a str. Give a list of strings."),
+        ("x", {"stop": [3]}, "3 is no stop string. Give strings of at least one character."),
+        ("x", {"stop": [""]}, "'' is no stop string. Give strings of at least one character."),
         ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"},
          "A system message is given twice. Drop one of the two."),
     ],
@@ -298,6 +325,80 @@ def test_refusals(plain, given, options, message):
     with pytest.raises(UsageError) as error:
         plain.stream(given, **options)
     assert str(error.value) == message
+
+
+def test_prompts_of_other_kinds_are_taken(plain, prompt_ids, truth):
+    message = MappingProxyType({"role": "user", "content": PROMPT})
+    for given in ((message,), np.array(prompt_ids), mx.array(prompt_ids), tuple(prompt_ids)):
+        assert plain.generate(given, max_tokens=6).token_ids == truth[:6]
+
+
+def test_settings_without_effect_are_named(plain):
+    sampling = SamplingParams(top_p=0.5, seed=3)
+    warnings = plain.generate(PROMPT, max_tokens=2, sampling=sampling).stats.warnings
+    assert warnings == [
+        "Without effect at temperature 0, where decoding is greedy: top_p, seed. "
+        "Set a temperature too."
+    ]
+    warm = SamplingParams(top_p=0.5, seed=3, temperature=1.0)
+    assert not plain.generate(PROMPT, max_tokens=2, sampling=warm).stats.warnings
+
+
+class OneAtATime:
+    """A target that notes how many threads are inside and on which stream they work."""
+
+    def __init__(self, target) -> None:
+        self._target = target
+        self.inside = self.most = 0
+        self.streams: set[str] = set()
+
+    def __getattr__(self, name):
+        return getattr(self._target, name)
+
+    def forward(self, segments, taps=()):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.streams.add(str(mx.default_stream(mx.default_device())))
+        time.sleep(0.002)  # long enough for another thread to come in if nothing keeps it out
+        result = self._target.forward(segments, taps)
+        self.inside -= 1
+        return result
+
+
+def test_threads_take_turns_on_the_engines_own_stream(target, tmp_path, truth):
+    watched = OneAtATime(target)
+    engine = tiny_engine(tmp_path, target=watched)
+    results = []
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(engine.generate(PROMPT, max_tokens=12).token_ids)
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [truth[:12]] * 4
+    assert watched.most == 1
+    assert watched.streams == {str(engine._stream)}
+    assert str(engine._stream) != str(mx.default_stream(mx.default_device()))
+
+
+def test_engines_in_threads_of_their_own(target, tmp_path, truth):
+    engines = [tiny_engine(tmp_path, target=target) for _ in range(3)]
+    results: dict[int, list[list[int]]] = {0: [], 1: [], 2: []}
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            results[i].append(engines[i].generate(PROMPT, max_tokens=12).token_ids)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(texts == [truth[:12]] * 3 for texts in results.values())
 
 
 def test_block_size_is_checked(target, prompt_ids, truth, tmp_path):

@@ -12,12 +12,14 @@ import gguf_files as tiny
 import mlx.core as mx
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf.constants import GGML_QUANT_SIZES
 from gguf_files import tiny_gguf
 
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.gguf import open_gguf
-from dflash_mlx.gguf.file import read_gguf
+from dflash_mlx.gguf.file import RawTensor, read_gguf
+from dflash_mlx.gguf.quants import to_dense
 
 K = GGMLQuantizationType
 NATIVE = {K.Q4_0: 4, K.Q4_1: 4, K.Q8_0: 8}
@@ -154,6 +156,21 @@ def test_types_against_mlx(tmp_path: Path, kind: GGMLQuantizationType) -> None:
         tolerance = 1e-3 if kind == K.BF16 else 0.0  # mx.load narrows bfloat16 to float16
         assert mx.allclose(dense[f"{hf}.weight"], plain, rtol=tolerance, atol=1e-6).item(), name
     assert mx.std(dense[f"{HF_DOWN}.weight"]).item() > 0.5
+
+
+@pytest.mark.parametrize("kind", sorted(quants._type_traits))
+def test_every_type_of_the_package_is_dequantized(kind: GGMLQuantizationType) -> None:
+    """Whatever the package can dequantize we can, in the order of rows asked for."""
+    values, size = GGML_QUANT_SIZES[kind]
+    rows = np.random.default_rng(7).integers(0, 256, (4, 2 * size), dtype=np.uint8)
+    tensor = RawTensor("t", kind, (4, 2 * values), rows)
+    order = np.array([2, 0, 3, 1])
+    with np.errstate(all="ignore"):  # random bytes make infinite scales, too
+        ours = np.array(to_dense(tensor, mx.float32, order))
+        theirs = quants.dequantize(rows, kind)[order]
+    assert ours.shape == (4, 2 * values)
+    assert np.array_equal(ours, theirs.astype(np.float32), equal_nan=True)
+    assert np.isfinite(ours).any()
 
 
 @pytest.mark.parametrize("kind", [K.Q5_0, K.Q5_1, K.Q4_K, K.Q6_K])

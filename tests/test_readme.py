@@ -53,6 +53,32 @@ def test_tree_names_what_exists():
             assert f"  {name} " in tree, f"{name} is missing in the tree"
 
 
+def part(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", README, re.DOTALL)
+    assert found, f"README.md has no part named {name}"
+    return found[1]
+
+
+def test_transcript_is_a_whole_answer():
+    """The transcript has the command, the answer and every row of the statistics."""
+    from dflash_mlx.cli.console import stats_rows
+    from dflash_mlx.decode.stats import GenerationStats
+
+    transcript = part("transcript")
+    assert 'scripts/dflash chat SmolLM2-135M "Natalia' in transcript
+    stats = GenerationStats(drafter="x", cycles=1, cycle_tokens=1, accept_histogram=[1])
+    for label, _ in stats_rows(stats.to_json()):
+        assert re.search(rf"^{re.escape(label)}  ", transcript, re.MULTILINE), label
+
+
+def test_measurements_name_machine_command_and_date():
+    measured = part("measured")
+    assert "scripts/bench_engine" in measured
+    assert re.search(r"20\d\d-\d\d-\d\d", measured)
+    for word in ("cores", "plain_vs_mlx_lm", "prefill_vs_mlx_lm", "cycle_overhead", "aa"):
+        assert word in measured
+
+
 def test_two_commands_come_first():
     head = README[:700]
     assert 'scripts/dflash chat SmolLM2-135M "Natalia' in head

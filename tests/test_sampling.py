@@ -12,7 +12,14 @@ import pytest
 
 from dflash_mlx.cache import CacheStack
 from dflash_mlx.decode.accept import accept_greedy, accept_sampled
-from dflash_mlx.decode.sampling import History, SamplingParams, draw, penalise, probabilities
+from dflash_mlx.decode.sampling import (
+    LEAST_TEMPERATURE,
+    History,
+    SamplingParams,
+    draw,
+    penalise,
+    probabilities,
+)
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import Proposal
@@ -205,6 +212,25 @@ def test_nan_proposal_leaves_the_distribution():
     assert accept_sampled(sick, rows, mx.random.key(1)).accepted.item() == 0
 
 
+def test_a_draft_of_probability_zero_is_never_accepted(monkeypatch):
+    """The comparison is strict: u = 0 does not accept p = 0."""
+    monkeypatch.setattr(mx.random, "uniform", lambda shape, key: mx.zeros(shape))
+    p = mx.array([[0.0, 1.0]] * 2)
+    proposal = Proposal(mx.array([0], mx.int32), mx.array([[1.0, 0.0]]), mx.array(True))
+    verdict = accept_sampled(proposal, p, mx.random.key(0))
+    assert verdict.accepted.item() == 0
+    assert verdict.tokens.tolist()[0] == 1
+
+
+def test_the_coldest_temperature_is_greedy():
+    params = SamplingParams(temperature=LEAST_TEMPERATURE)
+    rows = mx.array(np.random.default_rng(0).standard_normal((20, VOCAB)) * 100, mx.float32)
+    probs = np.array(probabilities(rows, params))
+    assert np.isfinite(probs).all()
+    assert (probs.argmax(-1) == np.array(rows).argmax(-1)).all()
+    assert probs.max(-1).min() == 1
+
+
 def test_candidates_are_spread_over_the_vocabulary():
     """A drafter that draws from K candidates: q outside of them is 0 in the residual."""
     p = mx.array([[0.5, 0.0, 0.5, 0.0]] * 2)
@@ -258,6 +284,7 @@ def test_history_rows_know_only_the_drafts_before_them():
     ("settings", "name"),
     [
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-39}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"top_p": 0}, "top_p"),

@@ -151,6 +151,8 @@ def _check_loading(
         raise UsageError("--draft and --no-draft contradict each other. Leave one of them out.")
     if no_draft and draft_bits is not None:
         raise UsageError("--draft-bits needs a drafter, and --no-draft forbids one. Leave one out.")
+    if draft is not None and not draft.strip():
+        raise UsageError("--draft is empty. Name a hub repo or a folder.")
     if draft_bits is not None and draft_bits not in DRAFT_BITS:
         raise UsageError(f"--draft-bits is {draft_bits}. A drafter can be quantized to 4 or 8.")
     if dtype not in DTYPES:

@@ -12,6 +12,9 @@ import mlx.core as mx
 
 from dflash_mlx.errors import UsageError
 
+#: below it, logits divided by the temperature would leave what float32 can tell apart
+LEAST_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -34,7 +37,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")
+        warm = self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE
+        rule = f"0 (greedy) or at least {LEAST_TEMPERATURE}"
+        _check("temperature", self.temperature, warm, rule)
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1")
         _check(
@@ -49,6 +54,13 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def without_effect(self) -> list[str]:
+        """Names of settings that change nothing, since greedy decoding takes the best token."""
+        if not self.greedy:
+            return []
+        off = {"top_p": 1, "top_k": 0, "min_p": 0, "seed": None}
+        return [name for name, value in off.items() if getattr(self, name) != value]
 
 
 def _check(name: str, value: float, good: bool, rule: str) -> None:

@@ -24,7 +24,7 @@ PREFILL_CHUNK = 512
 #: MLX keeps freed buffers for reuse; shapes change as the context grows, so they go at times
 CLEAR_CACHE_EVERY = 256
 #: cycles without one accepted draft after which a person is told
-NEVER_AGREED_CYCLES = 16
+NEVER_AGREED_CYCLES = 64
 
 Guard = Callable[[], AbstractContextManager[object]]
 

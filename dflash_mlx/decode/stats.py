@@ -47,6 +47,9 @@ class GenerationStats:
     plain_tps: float | None = None
     model: str = ""
     drafter: str | None = None
+    #: commits of the hub repos that answered; None for files, folders and what the package brings
+    model_revision: str | None = None
+    drafter_revision: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     #: which matrix library MLX's CPU back-end uses, and why
     blas: str = ""
