@@ -12,6 +12,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+pytest_plugins = ["engine_fixtures"]
+
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -100,8 +100,14 @@ def fake(run: Run) -> Run:
             "--dtype is 'int8'. Give one of auto, bfloat16, float16, float32.",
         ),
         ("chat m p --max-tokens 0", "--max-tokens is 0. Give a whole number above 0."),
-        ("chat m p --temp -1", "temperature is -1.0. Give a value that is 0 (greedy) or more."),
-        ("chat m p --temp nan", "temperature is nan. Give a value that is 0 (greedy) or more."),
+        (
+            "chat m p --temp -1",
+            "temperature is -1.0. Give a value that is 0 (greedy) or at least 1e-05.",
+        ),
+        (
+            "chat m p --temp nan",
+            "temperature is nan. Give a value that is 0 (greedy) or at least 1e-05.",
+        ),
         ("chat m p --top-p 0", "top_p is 0.0. Give a value that is above 0 and at most 1."),
         ("chat m p --min-p 2", "min_p is 2.0. Give a value that is between 0 and 1."),
         (

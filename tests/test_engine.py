@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import time
 from types import MappingProxyType
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine_fixtures import PROMPT, N
 from oracle import plain_greedy
 from tiny import tiny_target
 from tiny_engine import END, TEMPLATE, THINKING_TEMPLATE, VOCAB, oracle_for, tiny_engine
 
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.errors import UsageError
-
-PROMPT = "Count the clips."
-N = 48
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target("llama", vocab_size=VOCAB)
-
-
-@pytest.fixture(scope="module")
-def plain(target, tmp_path_factory):
-    return tiny_engine(tmp_path_factory.mktemp("plain"), target=target)
-
-
-@pytest.fixture(scope="module")
-def prompt_ids(plain):
-    return plain.tokenizer.chat_ids([{"role": "user", "content": PROMPT}])
-
-
-@pytest.fixture(scope="module")
-def truth(target, prompt_ids):
-    tokens = plain_greedy(target, prompt_ids, N)
-    assert END not in tokens, "choose another seed: the text should not end by itself"
-    return tokens
-
-
-@pytest.fixture
-def dflash(target, prompt_ids, truth, tmp_path):
-    drafter = oracle_for(target, prompt_ids, truth, 8, [3, 0, 7, 1])
-    return tiny_engine(tmp_path, target=target, drafter=drafter, drafter_name="oracle")
 
 
 def test_generate_equals_brute_force(plain, dflash, truth):
@@ -156,110 +123,6 @@ def test_three_seeds_three_texts_and_one_seed_one_text(dflash):
     assert len(first) == 12
 
 
-def test_any_thread_twice(dflash, truth):
-    """Loaded here, used there, there again, and at last here."""
-    got = []
-
-    def work() -> None:
-        dflash.drafter.proposes = 0
-        got.append(dflash.generate(PROMPT, max_tokens=N).token_ids)
-
-    for _ in range(2):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    work()
-    assert got == [truth] * 3
-
-
-def test_one_stream_may_change_threads(dflash, truth):
-    """As a server's thread pool does: every chunk is fetched by another thread."""
-    dflash.drafter.proposes = 0
-    stream, ids, box = dflash.stream(PROMPT, max_tokens=N), [], [None]
-
-    def fetch() -> None:
-        box[0] = next(stream, None)
-
-    while True:
-        thread = threading.Thread(target=fetch)
-        thread.start()
-        thread.join()
-        if box[0] is None:
-            break
-        ids += box[0].token_ids
-    assert ids == truth
-
-
-def test_two_streams_at_once(plain, truth):
-    """Two threads on one engine, and two streams of one thread, keep their own caches."""
-    results: dict[int, list[int]] = {}
-
-    def work(i: int) -> None:
-        results[i] = plain.generate(PROMPT, max_tokens=N).token_ids
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert list(results.values()) == [truth] * 3
-    a, b = plain.stream(PROMPT, max_tokens=N), plain.stream(PROMPT, max_tokens=N)
-    pairs = list(zip(a, b, strict=True))
-    assert [t for x, _ in pairs for t in x.token_ids] == truth
-    assert [t for _, y in pairs for t in y.token_ids] == truth
-
-
-@pytest.mark.parametrize("drafting", [False, True])
-@pytest.mark.parametrize("how", ["close", "del"])
-def test_abandoned_stream_frees_everything(tmp_path, how, drafting):
-    big = tiny_target("llama", vocab_size=VOCAB, max_position_embeddings=40_000)
-    prompt = list(range(60)) * 25
-    drafter = oracle_for(big, prompt, [0] * 200, 8, [2]) if drafting else None
-    if drafter is not None:
-        drafter._check = lambda anchor, cache: None  # its drafts may be wrong here
-    engine = tiny_engine(tmp_path, target=big, drafter=drafter)
-    gc.collect()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    stream = engine.stream(prompt, max_tokens=100)
-    next(stream)
-    next(stream)
-    assert mx.get_active_memory() > before + 1500 * 4 * 2 * 2 * 12 * 4 * 0.9
-    if how == "close":
-        stream.close()
-    else:
-        del stream
-    assert mx.get_active_memory() <= before + 4096
-    assert mx.get_cache_memory() == 0
-
-
-def test_two_engines_share_nothing(plain, tmp_path, target, truth, prompt_ids):
-    other = tiny_engine(tmp_path, target=tiny_target("qwen3", vocab_size=VOCAB, seed=3))
-    expected = plain_greedy(other.target, prompt_ids, 12)
-    a, b = plain.stream(PROMPT, max_tokens=12), other.stream(PROMPT, max_tokens=12)
-    pairs = list(zip(a, b, strict=True))
-    assert [t for x, _ in pairs for t in x.token_ids] == truth[:12]
-    assert [t for _, y in pairs for t in y.token_ids] == expected
-
-
-def test_two_drafters_with_different_taps_share_one_target(target, prompt_ids, truth, tmp_path):
-    one = oracle_for(target, prompt_ids, truth, 8, [3])
-    two = oracle_for(target, prompt_ids, truth, 4, [1])
-    two.taps, two.width = (3,), target.hidden_size
-    engines = [tiny_engine(tmp_path, target=target, drafter=d) for d in (one, two)]
-    a, b = (e.stream(PROMPT, max_tokens=N) for e in engines)
-    ids: list[list[int]] = [[], []]
-    for x, y in zip(a, b, strict=False):
-        ids[0] += x.token_ids
-        ids[1] += y.token_ids
-    for stream, found in ((a, ids[0]), (b, ids[1])):
-        for chunk in stream:
-            found += chunk.token_ids
-    # zip drops one chunk of the longer stream when the shorter one ends
-    assert ids[0] == truth
-    assert ids[1] == truth[: len(ids[1])]
-
-
 def test_slower_drafting_is_said(dflash, monkeypatch):
     from dflash_mlx.decode.session import Session
 
@@ -342,63 +205,6 @@ def test_settings_without_effect_are_named(plain):
     ]
     warm = SamplingParams(top_p=0.5, seed=3, temperature=1.0)
     assert not plain.generate(PROMPT, max_tokens=2, sampling=warm).stats.warnings
-
-
-class OneAtATime:
-    """A target that notes how many threads are inside and on which stream they work."""
-
-    def __init__(self, target) -> None:
-        self._target = target
-        self.inside = self.most = 0
-        self.streams: set[str] = set()
-
-    def __getattr__(self, name):
-        return getattr(self._target, name)
-
-    def forward(self, segments, taps=()):
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        self.streams.add(str(mx.default_stream(mx.default_device())))
-        time.sleep(0.002)  # long enough for another thread to come in if nothing keeps it out
-        result = self._target.forward(segments, taps)
-        self.inside -= 1
-        return result
-
-
-def test_threads_take_turns_on_the_engines_own_stream(target, tmp_path, truth):
-    watched = OneAtATime(target)
-    engine = tiny_engine(tmp_path, target=watched)
-    results = []
-    threads = [
-        threading.Thread(
-            target=lambda: results.append(engine.generate(PROMPT, max_tokens=12).token_ids)
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [truth[:12]] * 4
-    assert watched.most == 1
-    assert watched.streams == {str(engine._stream)}
-    assert str(engine._stream) != str(mx.default_stream(mx.default_device()))
-
-
-def test_engines_in_threads_of_their_own(target, tmp_path, truth):
-    engines = [tiny_engine(tmp_path, target=target) for _ in range(3)]
-    results: dict[int, list[list[int]]] = {0: [], 1: [], 2: []}
-
-    def work(i: int) -> None:
-        for _ in range(3):
-            results[i].append(engines[i].generate(PROMPT, max_tokens=12).token_ids)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in results]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(texts == [truth[:12]] * 3 for texts in results.values())
 
 
 def test_block_size_is_checked(target, prompt_ids, truth, tmp_path):
