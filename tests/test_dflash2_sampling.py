@@ -80,6 +80,7 @@ def test_distribution_with_candidates(kind: str, top_p: float) -> None:
     selector = CandidateSelector(4, VOCAB, rank, 4)
     selector.predecessor_codebook = mx.array(rng.standard_normal((VOCAB, rank)), mx.float32)
     selector.successor_codebook = mx.array(rng.standard_normal((VOCAB, rank)), mx.float32)
+    selector.hidden_projection.weight = mx.array(rng.standard_normal((rank, 4)) / 2, mx.float32)
     rows = mx.array(rng.standard_normal((1, n, 4)), mx.float32)
     # The far drafter prefers what the target does not.
     unary = mx.array(TABLE.mean(0) * (1.0 if kind == "near" else -2.0), mx.float32)
