@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_drafter as tiny
 
-from dflash_mlx.draft.config import DFlashConfig, parse_config
+from dflash_mlx.draft.config import DFlash2Parts, DFlashConfig, parse_config
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.paths import assets_dir
 
@@ -176,3 +176,50 @@ def test_every_required_key_is_required() -> None:
             parse_config({k: v for k, v in config.items() if k != key})
     for key in optional:
         assert parse_config({k: v for k, v in config.items() if k != key}).hidden_size == 32
+
+
+def test_dflash2_as_released() -> None:
+    config = parse_config(
+        {
+            "architectures": ["DFlash2DraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": 5120,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 17408,
+            "vocab_size": 248320,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 262144,
+            "num_target_layers": 64,
+            "rope_theta": 10000000,
+            "layer_types": ["sliding_attention"] * 5,
+            "sliding_window": 2048,
+            "use_sliding_window": True,
+            "is_causal": False,
+            "dflash_config": {
+                "block_size": 8,
+                "mask_token_id": 248070,
+                "target_layer_ids": [5, 19, 33, 47, 61],
+                "conv_kernel_size": 2,
+                "conv_group_size": 16,
+                "selector_rank": 256,
+                "selector_top_k": 16,
+            },
+        }
+    )
+    assert (config.windows, config.causal) == ((2048,) * 5, (False,) * 5)
+    assert config.parts == DFlash2Parts(2, 16, 256, 16)
+    assert config.feature_size == 5 * 5120
+    assert parsed().parts is None
+
+
+@pytest.mark.parametrize(
+    "key", ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
+)
+def test_dflash2_needs_the_sizes_of_its_parts(key: str) -> None:
+    inside = tiny.drafter_config("second")["dflash_config"]
+    for value, message in ((None, f"has no {key}"), (0, f"{key} is 0")):
+        with pytest.raises(CheckpointError, match=message):
+            parsed("second", dflash_config={**inside, key: value})
