@@ -119,14 +119,17 @@ def first_drafts(drafter: DFlashDrafter) -> mx.array:
     cache = drafter.make_cache()
     drafter.observe(mx.array(tiny.context_features(tiny.drafter_config(), 20))[None], cache)
     logits = drafter.draft_logits(mx.array([3]), 4, cache)
-    mx.eval(logits)
+    mx.eval(logits, drafter.propose(mx.array([3]), 4, None, cache).tokens)
     return logits
 
 
+@pytest.mark.parametrize("variant", ["sliding", "second"])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_opened_in_one_thread_used_in_another(tmp_path: Path, bits: int | None) -> None:
+def test_opened_in_one_thread_used_in_another(
+    tmp_path: Path, variant: str, bits: int | None
+) -> None:
     """MLX's streams belong to threads: an array left lazy by opening would fail elsewhere."""
-    config = tiny.drafter_config("sliding", intermediate_size=64)
+    config = tiny.drafter_config(variant, intermediate_size=64)
     folder, target = write_drafter(tmp_path, config), BorrowedTarget()
     opened: list[DFlashDrafter] = []
     drafted: list[mx.array] = []
@@ -141,8 +144,9 @@ def test_opened_in_one_thread_used_in_another(tmp_path: Path, bits: int | None) 
     assert mx.array_equal(drafted[0], first_drafts(opened[0])).item()
 
 
-def test_bfloat16_drafter_stays_near(tmp_path: Path) -> None:
-    folder, target = write_drafter(tmp_path, tiny.drafter_config()), BorrowedTarget()
+@pytest.mark.parametrize("variant", ["full", "second"])
+def test_bfloat16_drafter_stays_near(tmp_path: Path, variant: str) -> None:
+    folder, target = write_drafter(tmp_path, tiny.drafter_config(variant)), BorrowedTarget()
     exact, rounded = (
         first_drafts(open_drafter(folder, target, dtype=kind)) for kind in (mx.float32, mx.bfloat16)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_drafter as tiny
 
-from dflash_mlx.draft.config import DFlashConfig, parse_config
+from dflash_mlx.draft.config import DFlash2Parts, DFlashConfig, parse_config
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.paths import assets_dir
 
@@ -141,16 +141,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     "logit_scale": ({"logit_scale": 0.2}, "logit_scale = 0.2"),
     "interleaved rope": ({"is_neox_style": False}, "is_neox_style = False"),
-    "speculators": ({"speculators_model_type": "dflash"}, "speculators_model_type"),
+    "speculators": ({"speculators_model_type": "dflash"}, "has no transformer_layer_config"),
+    "speculators' other kinds": (
+        {"speculators_model_type": "dflash2"},
+        "speculators_model_type = 'dflash2'",
+    ),
     "speculators' taps": ({"aux_hidden_state_layer_ids": [2]}, "aux_hidden_state_layer_ids"),
-    "draft vocabulary": ({"draft_vocab_size": 32}, "draft_vocab_size = 32"),
+    "draft vocabulary": ({"draft_vocab_size": 49}, "draft_vocab_size = 49"),
     "sinks": ({"dflash_config": nested(attention_sink_bias=True)}, "attention_sink_bias"),
-    "window on all layers": ({"dflash_config": nested(use_swa=True)}, "use_swa = True"),
+    "window on all layers": ({"dflash_config": nested(use_swa=True)}, "has no sliding_window"),
     "mask embedding": ({"mask_embedding": True}, "mask_embedding"),
     "anchor row sampled": ({"sample_from_anchor": True}, "sample_from_anchor"),
     "selector": ({"dflash_config": nested(selector_rank=256)}, "selector_rank = 256"),
     "quantized checkpoint": ({"quantization": {"bits": 4}}, "quantization"),
-    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 model"),
+    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, "has no conv_kernel_size"),
     "other architecture": ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel"),
     "dflash_config": ({"dflash_config": [1]}, r"dflash_config is \[1\], not an object"),
 }
@@ -172,3 +176,50 @@ def test_every_required_key_is_required() -> None:
             parse_config({k: v for k, v in config.items() if k != key})
     for key in optional:
         assert parse_config({k: v for k, v in config.items() if k != key}).hidden_size == 32
+
+
+def test_dflash2_as_released() -> None:
+    config = parse_config(
+        {
+            "architectures": ["DFlash2DraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": 5120,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 17408,
+            "vocab_size": 248320,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 262144,
+            "num_target_layers": 64,
+            "rope_theta": 10000000,
+            "layer_types": ["sliding_attention"] * 5,
+            "sliding_window": 2048,
+            "use_sliding_window": True,
+            "is_causal": False,
+            "dflash_config": {
+                "block_size": 8,
+                "mask_token_id": 248070,
+                "target_layer_ids": [5, 19, 33, 47, 61],
+                "conv_kernel_size": 2,
+                "conv_group_size": 16,
+                "selector_rank": 256,
+                "selector_top_k": 16,
+            },
+        }
+    )
+    assert (config.windows, config.causal) == ((2048,) * 5, (False,) * 5)
+    assert config.parts == DFlash2Parts(2, 16, 256, 16)
+    assert config.feature_size == 5 * 5120
+    assert parsed().parts is None
+
+
+@pytest.mark.parametrize(
+    "key", ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
+)
+def test_dflash2_needs_the_sizes_of_its_parts(key: str) -> None:
+    inside = tiny.drafter_config("second")["dflash_config"]
+    for value, message in ((None, f"has no {key}"), (0, f"{key} is 0")):
+        with pytest.raises(CheckpointError, match=message):
+            parsed("second", dflash_config={**inside, key: value})

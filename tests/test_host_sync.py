@@ -35,9 +35,9 @@ def target():
     return tiny_target("qwen3", vocab_size=48, hidden_size=32, num_hidden_layers=7)
 
 
-@pytest.fixture(scope="module")
-def drafter(target, tmp_path_factory):
-    folder = write_drafter(tmp_path_factory.mktemp("draft"), drafter_config())
+@pytest.fixture(scope="module", params=["full", "second"])
+def drafter(request, target, tmp_path_factory):
+    folder = write_drafter(tmp_path_factory.mktemp("draft"), drafter_config(request.param))
     return open_drafter(folder, target, dtype=mx.float32)
 
 

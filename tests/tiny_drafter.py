@@ -77,10 +77,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_PARTS = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 6}
+DFLASH2_VARIANTS: dict[str, dict[str, Any]] = {
+    # As released: every layer slides, and sees the whole block.
+    "second": {**_SLIDING, "is_causal": False},
+    "second_three_taps": {
+        "dflash_config": {
+            **_PARTS,
+            "conv_kernel_size": 3,
+            "conv_group_size": 4,
+            "input_embedding_scale": 2.5,
+            "output_multiplier": 0.6,
+            "final_logit_softcapping": 4.0,
+        },
+    },
+    "second_mixed": {
+        **_SLIDING,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+for _variant in DFLASH2_VARIANTS.values():
+    _variant["architectures"] = ["DFlash2DraftModel"]
+    _own = _variant.get("dflash_config", {})
+    _variant["dflash_config"] = {**_BASE["dflash_config"], **_PARTS, **_own}
+
 
 def drafter_config(variant: str = "full", **overrides: Any) -> dict[str, Any]:
     """config.json of a tiny drafter; its heads (4 x 16) are wider than its hidden size."""
-    merged = {**_BASE, **VARIANTS[variant], **overrides}
+    merged = {**_BASE, **(VARIANTS | DFLASH2_VARIANTS)[variant], **overrides}
     return {key: value for key, value in merged.items() if value is not None}
 
 
@@ -119,7 +143,30 @@ def drafter_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarr
         matrix(f"{name}.mlp.gate_proj", inner, hidden, 1.0)
         matrix(f"{name}.mlp.up_proj", inner, hidden, 1.0)
         matrix(f"{name}.mlp.down_proj", hidden, inner, 1.0)
+    if "DFlash2DraftModel" in config["architectures"]:
+        weights |= _second_weights(config, rng)
     return {name: array.astype(np.float32) for name, array in weights.items()}
+
+
+def _second_weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """What DFlash 2 adds; fixed and dynamic coefficients of like size, edges as large as logits."""
+    parts, hidden = config["dflash_config"], config["hidden_size"]
+    taps, rank = parts["conv_kernel_size"], parts["selector_rank"]
+    outputs = 2 * taps * hidden // parts["conv_group_size"]
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for conv in ("attention_conv", "mlp_conv"):
+            base = 0.4 * rng.standard_normal((2, taps, hidden))
+            base[:, 0] += 1.0
+            dynamic = 0.5 * rng.standard_normal((outputs, hidden)) / np.sqrt(hidden)
+            weights[f"layers.{layer}.{conv}.base_kernel"] = base
+            weights[f"layers.{layer}.{conv}.kernel_projection.weight"] = dynamic
+    books = rng.standard_normal((2, config["vocab_size"], rank))
+    weights["candidate_selector.predecessor_codebook"] = books[0]
+    weights["candidate_selector.successor_codebook"] = books[1]
+    projection = rng.standard_normal((rank, hidden)) / np.sqrt(hidden)
+    weights["candidate_selector.hidden_projection.weight"] = projection
+    return weights
 
 
 def target_tables(hidden: int, vocab: int = VOCAB) -> tuple[np.ndarray, np.ndarray]:
@@ -157,6 +204,7 @@ class BorrowedTarget:
         embedding, head = target_tables(hidden, vocab)
         import mlx.core as mx
 
+        self.dtype = mx.float32
         self._embedding, self._head = mx.array(embedding), mx.array(head)
         self.head_rows: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,22 +12,30 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel
+from dflash_mlx.draft.dflash2 import UNQUANTIZED, DFlash2Drafter, DFlash2Model
+from dflash_mlx.draft.packagings import packaging_of
+from dflash_mlx.draft.vocabulary import pop_target_ids
 from dflash_mlx.errors import CheckpointError, MismatchError, UsageError
 from dflash_mlx.weights import read_config, read_weights
 
 if TYPE_CHECKING:
     from dflash_mlx.models.base import Target
 
-# Beginnings of tensor names that tell another packaging, and what to call it.
-_OTHER_PACKAGINGS = {
-    "encoder.": "Meta's assistant packaging (encoder.fc)",
-    "candidate_selector.": "DFlash 2 (candidate_selector)",
+# Parts of tensor names that tell another packaging or drafter, and what to call it.
+_OTHERS = {
+    "encoder": "Meta's assistant packaging (encoder.fc)",
+    "candidate_selector": "DFlash 2 (candidate_selector)",
     "d2t": "a reduced draft vocabulary (d2t)",
     "t2d": "a reduced draft vocabulary (t2d)",
     "mask_embedding": "a mask embedding of its own (mask_embedding)",
-    "embed_tokens.": "an embedding of its own (embed_tokens)",
-    "lm_head.": "an output head of its own (lm_head)",
+    "attention_sink_bias": "attention sinks (attention_sink_bias)",
+    "aux_hidden_norms": "Laguna's norms of taps (aux_hidden_norms)",
+    "g_proj": "Laguna's attention gates (g_proj)",
+    "qkv_proj": "Laguna's fused projections (qkv_proj)",
 }
+
+# Tables that a drafter may bring instead of borrowing the target's.
+_TABLES = ("embed_tokens", "lm_head")
 
 
 def open_drafter(
@@ -37,20 +46,26 @@ def open_drafter(
     bits: int | None = None,
     group_size: int = 64,
 ) -> DFlashDrafter:
-    """Load the DFlash v1 drafter in `folder`, in `dtype`, bound to `target`.
+    """Load the DFlash v1 or DFlash 2 drafter in `folder`, in `dtype`, bound to `target`.
 
-    `bits` 4 or 8 quantizes its linear layers in groups of `group_size` inputs. CheckpointError for
-    a folder that is no complete v1 drafter, MismatchError when it does not fit the target.
+    `bits` 4 or 8 quantizes its linear layers and its own tables in groups of `group_size` inputs;
+    DFlash 2's convolutions and selector stay in `dtype`. CheckpointError for a folder that is no
+    complete drafter, MismatchError when it does not fit the target.
     """
     if bits not in (None, 4, 8):
         raise UsageError(f"Drafters cannot be quantized to {bits} bits; choose 4 or 8.")
-    config = parse_config(read_config(folder))
+    stored = read_config(folder)
+    config = parse_config(stored)
     check_fit(config, target)
-    model = DFlashModel(config)
-    _load(model, config, read_weights(folder), dtype, folder)
+    config = replace(config, vocab_size=target.vocab_size)
+    weights = packaging_of(stored).rename(read_weights(folder))
+    target_ids = pop_target_ids(weights, config, folder)
+    own = [table for table in _TABLES if f"{table}.weight" in weights]
+    model = (DFlash2Model if config.parts else DFlashModel)(config, own)
+    _load(model, config, weights, dtype, folder)
     if bits is not None:
         _quantize(model, bits, group_size)
-    return DFlashDrafter(model, config, target)
+    return (DFlash2Drafter if config.parts else DFlashDrafter)(model, config, target, target_ids)
 
 
 def check_fit(config: DFlashConfig, target: Target) -> None:
@@ -68,7 +83,7 @@ def check_fit(config: DFlashConfig, target: Target) -> None:
         raise _mismatch(
             f"was made for a target of {config.num_target_layers} layers", f"has {layers}"
         )
-    if config.vocab_size != target.vocab_size:
+    if config.vocab_size not in (None, target.vocab_size):
         raise _mismatch(
             f"has a vocabulary of {config.vocab_size}", f"has one of {target.vocab_size}"
         )
@@ -128,11 +143,12 @@ def _parameters(model: DFlashModel) -> list[tuple[str, mx.array]]:
 
 def _check_names(weights: dict[str, mx.array], wanted: set[str], folder: Path) -> None:
     for name in sorted(weights.keys() - wanted):
-        for beginning, packaging in _OTHER_PACKAGINGS.items():
-            if name.startswith(beginning):
+        for part in name.split("."):
+            if part in _OTHERS:
                 raise CheckpointError(
-                    f"The drafter in {folder} is packaged with {packaging}, which is not "
-                    "supported; use a drafter in the official DFlash v1 format."
+                    f"The drafter in {folder} is packaged with {_OTHERS[part]}, which its "
+                    "config.json does not announce or which is not supported; use a drafter in "
+                    "the official DFlash format."
                 )
     if missing := sorted(wanted - weights.keys()):
         raise CheckpointError(
@@ -141,7 +157,7 @@ def _check_names(weights: dict[str, mx.array], wanted: set[str], folder: Path) -
     if extra := sorted(weights.keys() - wanted):
         raise CheckpointError(
             f"The drafter in {folder} holds tensors its config.json does not explain: "
-            f"{_listed(extra)}; use a drafter in the official DFlash v1 format."
+            f"{_listed(extra)}; use a drafter in the official DFlash format."
         )
 
 
@@ -151,11 +167,15 @@ def _listed(names: list[str]) -> str:
 
 
 def _quantize(model: DFlashModel, bits: int, group_size: int) -> None:
+    def chosen(name: str, module: nn.Module) -> bool:
+        kept = any(part in UNQUANTIZED for part in name.split("."))
+        return isinstance(module, nn.Linear | nn.Embedding) and not kept
+
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size:
+        if chosen(name, module) and module.weight.shape[-1] % group_size:
             raise UsageError(
                 f"The drafter's {name} has {module.weight.shape[-1]} inputs, no multiple of the "
                 f"group size {group_size}; leave --draft-bits out."
             )
-    nn.quantize(model, group_size=group_size, bits=bits)
+    nn.quantize(model, group_size=group_size, bits=bits, class_predicate=chosen)
     mx.eval(model.parameters())

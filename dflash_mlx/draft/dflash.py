@@ -1,14 +1,15 @@
 """The DFlash v1 drafter: a small decoder that fills a block of masks in one pass.
 
-It reads the target's features as context K/V and borrows the target's embedding and output head.
+It reads the target's features as context K/V and borrows the target's embedding and output head,
+unless its checkpoint brings its own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -70,13 +71,26 @@ class DraftLayer(nn.Module):
 
 
 class DFlashModel(nn.Module):
-    """A drafter's own weights, named as in its checkpoint."""
+    """A drafter's own weights, named as in its checkpoint.
 
-    def __init__(self, config: DFlashConfig) -> None:
+    `own` names the tables that the checkpoint holds itself: embed_tokens, lm_head.
+    """
+
+    layer: ClassVar[type[DraftLayer]] = DraftLayer
+
+    def __init__(self, config: DFlashConfig, own: Collection[str] = ()) -> None:
         super().__init__()
+        hidden, vocabulary = config.hidden_size, config.vocab_size
+        if own:
+            assert vocabulary is not None
+            if "embed_tokens" in own:
+                self.embed_tokens = nn.Embedding(vocabulary, hidden)
+            if "lm_head" in own:
+                words = config.draft_vocab_size or vocabulary
+                self.lm_head = nn.Linear(hidden, words, bias=False)
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.layers = [self.layer(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def fuse(self, features: mx.array) -> mx.array:
@@ -113,14 +127,25 @@ class ContextProjection:
 
 
 class DFlashDrafter:
-    """A DFlash v1 drafter bound to `target`; see draft/base.py for the contract."""
+    """A DFlash v1 drafter bound to `target`; see draft/base.py for the contract.
 
-    def __init__(self, model: DFlashModel, config: DFlashConfig, target: Target) -> None:
+    `target_ids` [draft vocabulary] int32: the target's id of each token that a drafter with a
+    reduced vocabulary knows.
+    """
+
+    def __init__(
+        self,
+        model: DFlashModel,
+        config: DFlashConfig,
+        target: Target,
+        target_ids: mx.array | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.block_size = config.block_size
         self.taps = config.target_layer_ids
         self._target = target
+        self._target_ids = target_ids
         self._dtype = model.hidden_norm.weight.dtype
         self._masks = mx.array(np.full(config.block_size - 1, config.mask_token_id, np.int32))
         kinds: dict[int | None, list[int]] = {}
@@ -168,23 +193,43 @@ class DFlashDrafter:
         return Proposal(tokens, probs, healthy)
 
     def draft_logits(self, anchor: mx.array, n: int, cache: ContextCache) -> mx.array:
-        """float32 logits [n, V] of the positions behind the anchor, multiplier and soft-cap on."""
+        """float32 logits [n, V] of the positions behind the anchor, multiplier and soft-cap on.
+
+        Tokens that a reduced vocabulary lacks have -inf, so that the target's own filters and
+        penalties act on them unchanged.
+        """
+        return self._logits(self._rows(anchor, n, cache))
+
+    def _rows(self, anchor: mx.array, n: int, cache: ContextCache) -> mx.array:
+        """Hidden states [1, n, H] after the final norm, of the n positions behind the anchor."""
         if not 1 <= n < self.block_size:
             raise ValueError(f"{n} drafts asked of a block of {self.block_size}")
         masks = self._masks if self._whole_block else self._masks[:n]
         ids = mx.concatenate([anchor.astype(mx.int32), masks])[None]
-        embedded = self._target.embed(ids)
-        x = embedded.astype(self._dtype)
+        own = "embed_tokens" in self.model
+        x = (self.model.embed_tokens(ids) if own else self._target.embed(ids)).astype(self._dtype)
         if self.config.input_embedding_scale != 1.0:
             x = x * self.config.input_embedding_scale
         for i, layer in enumerate(self.model.layers):
             x = layer(x, self.config.rope, cache[i])
-        rows = self.model.norm(x[:, 1 : n + 1])
-        logits = self._target.head(rows.astype(embedded.dtype))[0].astype(mx.float32)
+        return self.model.norm(x[:, 1 : n + 1])
+
+    def _logits(self, rows: mx.array) -> mx.array:
+        if "lm_head" in self.model:
+            logits = self.model.lm_head(rows)
+        else:
+            logits = self._target.head(rows.astype(self._target.dtype))
+        logits = logits[0].astype(mx.float32)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else mx.tanh(logits / cap) * cap
+        if cap is not None:
+            logits = mx.tanh(logits / cap) * cap
+        if self._target_ids is None:
+            return logits
+        spread = mx.full((logits.shape[0], self._target.vocab_size), -mx.inf)
+        spread[:, self._target_ids] = logits
+        return spread
 
 
 def block_mask(rows: int, visible: int, window: int | None, causal: bool) -> mx.array | str | None:

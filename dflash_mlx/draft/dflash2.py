@@ -1,0 +1,174 @@
+"""The DFlash 2 drafter: v1's decoder with convolutions over the block's rows, and a selector.
+
+The selector walks the block from the anchor on and rescores each row's best candidates by the
+token chosen before it, so that the drafts fit one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.cache.context import ContextCache, LayerContext
+from dflash_mlx.draft.base import DraftSampling, Proposal
+from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel, DraftLayer
+from dflash_mlx.layers.rope import Rope
+
+# Modules that stay as they are when a drafter is quantized: a few percent of its weights, whose
+# outputs steer all others.
+UNQUANTIZED = ("attention_conv", "mlp_conv", "candidate_selector")
+
+
+class GroupedDynamicConv(nn.Module):
+    """A causal convolution over the block's rows on both sides of a sublayer.
+
+    Every row has its own coefficients: fixed ones a channel plus dynamic ones a group of channels,
+    computed from the sublayer's normed input, for the output side too.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        assert config.parts is not None
+        hidden, self.taps = config.hidden_size, config.parts.conv_kernel_size
+        self.groups = hidden // config.parts.conv_group_size
+        self.base_kernel = mx.zeros((2, self.taps, hidden))  # side (input, output), tap, channel
+        self.kernel_projection = nn.Linear(hidden, 2 * self.taps * self.groups, bias=False)
+
+    def coefficients(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """[1, L, H] -> those of the input and of the output side, each [L, taps, H]."""
+        rows, hidden = x.shape[1], x.shape[2]
+        dynamic = self.kernel_projection(x).reshape(rows, 2, self.taps, self.groups, 1)
+        base = self.base_kernel.reshape(2, self.taps, self.groups, -1)
+        both = (base + dynamic).reshape(rows, 2, self.taps, hidden)
+        return both[:, 0], both[:, 1]
+
+
+def convolve(x: mx.array, coefficients: mx.array) -> mx.array:
+    """y[t] = sum over taps k of coefficients[t, k] · x[t - k].
+
+    x [1, L, H], coefficients [L, taps, H] -> [1, L, H].
+    Rows before the anchor count as zero: nothing crosses into the context or another cycle.
+    """
+    rows, taps = x.shape[1], coefficients.shape[1]
+    padded = mx.pad(x[0], [(taps - 1, 0), (0, 0)])
+    lags = [padded[taps - 1 - k : taps - 1 - k + rows] for k in range(taps)]
+    return (coefficients * mx.stack(lags, axis=1)).sum(axis=1)[None]
+
+
+class DFlash2Layer(DraftLayer):
+    def __init__(self, config: DFlashConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.attention_conv = GroupedDynamicConv(config)
+        self.mlp_conv = GroupedDynamicConv(config)
+
+    def __call__(self, x: mx.array, rope: Rope, context: LayerContext) -> mx.array:
+        normed = self.input_layernorm(x)
+        before, behind = self.attention_conv.coefficients(normed)
+        x = x + convolve(self.self_attn(convolve(normed, before), rope, context), behind)
+        normed = self.post_attention_layernorm(x)
+        before, behind = self.mlp_conv.coefficients(normed)
+        return x + convolve(self.mlp(convolve(normed, before)), behind)
+
+
+class Walk(NamedTuple):
+    """What a selector chose."""
+
+    tokens: mx.array  # [n] int32
+    candidates: mx.array  # [n, K] ids, in no order
+    scores: mx.array  # [n, K] float32
+    healthy: mx.array  # scalar bool, False when a logit or a score was NaN
+
+
+class CandidateSelector(nn.Module):
+    """Scores a token by its logit and by how it follows the token before it.
+
+    The second part is a sum over `rank` of predecessor row, projected hidden state and successor
+    row. The codebooks' tensors have no `.weight` at their end, in checkpoints as here.
+    """
+
+    def __init__(self, hidden: int, vocab: int, rank: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = min(top_k, vocab)
+        self.predecessor_codebook = mx.zeros((vocab, rank))
+        self.successor_codebook = mx.zeros((vocab, rank))
+        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
+
+    def propose(
+        self, rows: mx.array, logits: mx.array, anchor: mx.array, sampling: DraftSampling | None
+    ) -> Proposal:
+        """Hidden states [1, n, H] and logits [n, V] of a block behind `anchor` [1] -> its drafts.
+
+        When sampling, a row's draft is drawn from softmax(score / temperature) over its candidates;
+        the other filters of the target do not act here.
+        """
+        if sampling is None:
+            walked = self.walk(rows, logits, anchor, lambda scores, _: mx.argmax(scores))
+            return Proposal(walked.tokens, None, walked.healthy)
+        keys = mx.random.split(sampling.key, logits.shape[0])
+        heat = sampling.temperature
+        walked = self.walk(
+            rows, logits, anchor, lambda s, i: mx.random.categorical(s / heat, key=keys[i])
+        )
+        probs = mx.softmax(walked.scores / heat, axis=-1)
+        return Proposal(walked.tokens, probs, walked.healthy, walked.candidates)
+
+    def walk(
+        self,
+        rows: mx.array,
+        logits: mx.array,
+        anchor: mx.array,
+        choose: Callable[[mx.array, int], mx.array],
+    ) -> Walk:
+        """Choose every row's token in order; `choose` takes scores [K] and the row, gives an index.
+
+        Lazy to the end: n small steps in one graph.
+        """
+        candidates = mx.argpartition(-logits, self.top_k - 1, axis=-1)[:, : self.top_k]
+        unary = mx.take_along_axis(logits, candidates, axis=-1)
+        hidden = self.hidden_projection(rows)[0].astype(mx.float32)  # [n, r]
+        follows = self.successor_codebook[candidates].astype(mx.float32) * hidden[:, None]
+        token, tokens, scores = anchor, [], []
+        for i in range(logits.shape[0]):
+            before = self.predecessor_codebook[token].astype(mx.float32)  # [1, r]
+            scores.append(unary[i] + (follows[i] @ before.T)[:, 0])
+            token = mx.take(candidates[i], choose(scores[i], i))[None]
+            tokens.append(token)
+        chosen = mx.concatenate(tokens).astype(mx.int32)
+        scored = mx.stack(scores)
+        healthy = mx.logical_not(mx.isnan(logits.sum() + scored.sum()))
+        return Walk(chosen, candidates, scored, healthy)
+
+
+class DFlash2Model(DFlashModel):
+    """A drafter's own weights, named as in its checkpoint."""
+
+    layer = DFlash2Layer
+
+    def __init__(self, config: DFlashConfig, own: Collection[str] = ()) -> None:
+        super().__init__(config, own)
+        assert config.parts is not None
+        assert config.vocab_size is not None
+        self.candidate_selector = CandidateSelector(
+            config.hidden_size,
+            config.vocab_size,
+            config.parts.selector_rank,
+            config.parts.selector_top_k,
+        )
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """A DFlash 2 drafter bound to `target`; see draft/base.py for the contract."""
+
+    model: DFlash2Model
+
+    def propose(
+        self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: ContextCache
+    ) -> Proposal:
+        """Drafts for the `n` positions behind `anchor` ([1], position cache.length)."""
+        rows = self._rows(anchor, n, cache)
+        selector = self.model.candidate_selector
+        return selector.propose(rows, self._logits(rows), anchor, sampling)
