@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.models import llama, qwen3
+from dflash_mlx.models import llama, qwen3, qwen3_moe
 from dflash_mlx.models.decoder import DecoderTarget
 
 Weights = dict[str, mx.array]
@@ -33,6 +33,7 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama.build),
     "qwen3": Family(qwen3.build),
+    "qwen3_moe": Family(qwen3_moe.build, qwen3_moe.remap_hf),
 }
 
 
