@@ -214,18 +214,65 @@ def test_unsupported_configs_are_refused_by_name(change: dict[str, Any], sentenc
     assert sentence in str(caught.value)
 
 
-def test_published_configs_are_read_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    config = tiny_config(
-        "gpt_oss",
-        experts_per_token=2,
-        initial_context_length=4096,
-        output_router_logits=False,
-        router_aux_loss_coef=0.9,
-        swiglu_limit=7.0,
-        eos_token_id=200002,
-    )
-    del config["attention_bias"], config["layer_types"]
-    target = build_target(config)
+# As gpt-oss-20b states it.
+PUBLISHED = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": HF_MXFP4,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+
+
+@pytest.mark.parametrize("left_out", [(), ("attention_bias", "layer_types", "swiglu_limit")])
+def test_published_configs_are_read_without_a_warning(
+    left_out: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {key: value for key, value in PUBLISHED.items() if key not in left_out}
+    target = build_target(config)  # lazy: no weight is ever made
     assert not caplog.records
-    assert [type(layer) for layer in target.make_cache()] == [WindowCache, KVCache] * 2
+    assert [type(layer) for layer in target.make_cache()] == [WindowCache, KVCache] * 12
     assert "bias" in target.model.layers[0].self_attn.o_proj
+    assert target.model.layers[0].mlp.experts.gate_proj.weight.shape == (32, 2880, 2880)
+
+
+def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", tiny_config("gpt_oss"))
+    target = load_target_as(folder, Precision(mx.bfloat16, True))
+    hidden, features = target.forward([Segment(mx.array(IDS), target.make_cache())], [0, 3])
+    assert features is not None
+    assert {hidden.dtype, features.dtype, target.logits(hidden).dtype} == {mx.bfloat16}

@@ -273,3 +273,52 @@ def test_more_experts_a_token_than_there_are_is_refused() -> None:
         build_target(tiny_config("qwen3_moe", num_experts_per_tok=7))
     with pytest.raises(CheckpointError, match="no num_local_experts"):
         build_target(tiny_config("qwen3_moe", num_experts=None))
+
+
+# As Qwen3-Coder-30B-A3B-Instruct states it, generation and file keys left out.
+PUBLISHED = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "qkv_bias": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_published_configs_are_read_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    target = build_target(PUBLISHED)  # lazy: no weight is ever made
+    assert not caplog.records
+    assert target.num_layers == 48
+    assert target.model.layers[0].mlp.switch_mlp.down_proj.weight.shape == (128, 2048, 768)
+
+
+@pytest.mark.parametrize(
+    "change", [{"use_qk_norm": False}, {"shared_expert_intermediate_size": 64}], ids=str
+)
+def test_what_the_family_does_not_compute_is_refused(change: dict[str, Any]) -> None:
+    (key, value), *_ = change.items()
+    with pytest.raises(CheckpointError, match=f"{key} = {value} is not supported"):
+        build_target({**PUBLISHED, **change})
