@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,19 @@ from checkpoints import WIDE, mixed_bits, write_folder, write_quantized
 from mlx_lm.utils import load_model
 from oracle import plain_logits
 from tiny import target_of, target_with, tiny_config, tiny_prompt, tiny_weights
+from tiny_engine import write_tokenizer
 from tiny_experts import mxfp4_experts
 
 from dflash_mlx.cache import KVCache, WindowCache
+from dflash_mlx.decode.sampling import SamplingParams
+from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.generate import Prompt, Transcript, answer
 from dflash_mlx.loader import Precision, load_target_as
 from dflash_mlx.models import build_target, gpt_oss
 from dflash_mlx.segment import Segment
+from dflash_mlx.text import CHANNEL_MARKS
+from dflash_mlx.tokenizer import load_tokenizer
 
 TOLERANCE = 1e-4
 TEETH = 20 * TOLERANCE
@@ -276,3 +283,64 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     hidden, features = target.forward([Segment(mx.array(IDS), target.make_cache())], [0, 3])
     assert features is not None
     assert {hidden.dtype, features.dtype, target.logits(hidden).dtype} == {mx.bfloat16}
+
+
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}"
+    "{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+    "<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+class Recital:
+    """A session that emits given ids, three a step."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+
+    def run(self, *_: Any) -> Iterator[list[int]]:
+        for start in range(0, len(self._ids), 3):
+            yield self._ids[start : start + 3]
+
+
+@pytest.mark.parametrize("templated", [True, False])
+def test_messages_on_channels_become_reasoning_and_answer(tmp_path: Path, templated: bool) -> None:
+    """From ids: the marks are tokens of the vocabulary, and never part of the text."""
+    specials = [*CHANNEL_MARKS, "<|im_end|>"]
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", HARMONY, specials))
+    rendered = tokenizer.render([{"role": "user", "content": "hi"}])
+    assert tokenizer.has_channels
+    assert tokenizer.opens_thinking(rendered)
+    assert not tokenizer.opens_thinking("<|start|>user<|message|>hi")
+    assert not tokenizer.opens_thinking("hi")
+    written = (
+        "<|channel|>analysis<|message|>größer?<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Ja, größer.<|im_end|>"
+    )
+    ids = tokenizer.encode_plain(written)
+    assert len(ids) < len(written)
+    prompt, said = Prompt([1], rendered if templated else None, templated), Transcript()
+    chunks = list(
+        answer(
+            Recital(ids),  # type: ignore[arg-type]
+            tokenizer,
+            prompt,
+            SamplingParams(),
+            99,
+            (),
+            GenerationStats(),
+            said,
+            lambda *_: None,
+        )
+    )
+    assert "".join(chunk.reasoning for chunk in chunks) == "größer?"
+    assert "".join(chunk.text for chunk in chunks) == "Ja, größer."
+    # The transcript spells the tokens, so that a chat can go on behind them.
+    assert tokenizer.encode_plain(said.text) == ids[:-1]
+
+
+def test_other_tokenizers_have_no_channels(tmp_path: Path) -> None:
+    assert not load_tokenizer(write_tokenizer(tmp_path / "plain")).has_channels
+    marked = write_tokenizer(tmp_path / "marked", specials=[*CHANNEL_MARKS, "<|im_end|>"])
+    assert not load_tokenizer(marked).has_channels  # the template knows none
