@@ -95,20 +95,28 @@ class Tokenizer:
     def render(
         self,
         messages: Sequence[Message],
-        thinking: bool | None = None,
+        thinking: bool | str | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
         """The chat template's text for messages (`role` and `content`), ready for an answer.
 
-        `thinking` is the template's `enable_thinking`, None leaves it to the template. Raises
-        UsageError for messages the template refuses and for `thinking` where it knows no such mode.
+        `thinking` is the template's `enable_thinking`, or as a string its `reasoning_effort`; None
+        leaves it to the template. Raises UsageError for messages the template refuses and for
+        `thinking` where it knows no such mode.
         """
         if not self._template:
             raise UsageError(
                 f"{self._name} has no chat template. Give a raw prompt or use an instruct model."
             )
         extra: dict[str, Any] = {}
-        if thinking is not None:
+        if isinstance(thinking, str):
+            if "reasoning_effort" not in self._template:
+                raise UsageError(
+                    f"The chat template of {self._name} has no reasoning levels to set to "
+                    f"{thinking}. Leave the reasoning option away."
+                )
+            extra["reasoning_effort"] = thinking
+        elif thinking is not None:
             if "enable_thinking" not in self._template:
                 raise UsageError(
                     f"The chat template of {self._name} has no thinking mode to turn "
@@ -131,7 +139,9 @@ class Tokenizer:
         assert isinstance(text, str)  # tokenize=False
         return text
 
-    def chat_ids(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
+    def chat_ids(
+        self, messages: Sequence[Message], thinking: bool | str | None = None
+    ) -> list[int]:
         """Ids of the rendered messages; the template alone says whether there is a BOS."""
         return self.encode_plain(self.render(messages, thinking))
 

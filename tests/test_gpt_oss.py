@@ -20,7 +20,7 @@ from tiny_experts import mxfp4_experts
 from dflash_mlx.cache import KVCache, WindowCache
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.stats import GenerationStats
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.generate import Prompt, Transcript, answer
 from dflash_mlx.loader import Precision, load_target_as
 from dflash_mlx.models import build_target, gpt_oss
@@ -344,3 +344,17 @@ def test_other_tokenizers_have_no_channels(tmp_path: Path) -> None:
     assert not load_tokenizer(write_tokenizer(tmp_path / "plain")).has_channels
     marked = write_tokenizer(tmp_path / "marked", specials=[*CHANNEL_MARKS, "<|im_end|>"])
     assert not load_tokenizer(marked).has_channels  # the template knows none
+
+
+def test_a_reasoning_level_reaches_the_template(tmp_path: Path) -> None:
+    template = "Reasoning: {{ reasoning_effort | default('medium') }}" + HARMONY
+    levels = load_tokenizer(write_tokenizer(tmp_path / "levels", template))
+    asked = [{"role": "user", "content": "hi"}]
+    assert levels.render(asked).startswith("Reasoning: medium<|start|>")
+    assert levels.render(asked, "high").startswith("Reasoning: high<|start|>")
+    assert levels.chat_ids(asked, "high") == levels.encode_plain(levels.render(asked, "high"))
+    with pytest.raises(UsageError, match="levels has no thinking mode to turn on"):
+        levels.render(asked, True)
+    plain = load_tokenizer(write_tokenizer(tmp_path / "plain"))
+    with pytest.raises(UsageError, match="plain has no reasoning levels to set to low"):
+        plain.render(asked, "low")
