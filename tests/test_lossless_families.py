@@ -22,7 +22,7 @@ from dflash_mlx.segment import Segment
 FAMILIES = ["qwen3_moe", "gpt_oss"]
 TAPS = (0, 2)
 CHUNK = 16
-TOKENS = 32
+TOKENS = 24
 # Shorter than a window of 8, about a chunk, and longer than both together.
 LENGTHS = [1, 7, CHUNK, 2 * CHUNK + 9]
 PLANS = {"all": [99], "none": [0], "mixed": [0, 99, 2, 5, 1, 99, 99, 0, 3], "one": [1]}
