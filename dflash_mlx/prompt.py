@@ -21,7 +21,7 @@ class Prompt:
 
     ids: list[int]
     text: str | None
-    thinking: bool = False  # the template left a think block open
+    thinking: bool = False  # the template left a think block open, or a message's header
 
 
 def refuse_empty(text: str) -> None:
