@@ -3,6 +3,14 @@
 from dflash_mlx.cache.base import LayerCache
 from dflash_mlx.cache.context import ContextCache
 from dflash_mlx.cache.kv import KVCache
+from dflash_mlx.cache.recurrent import DeltaRows, RecurrentCache
 from dflash_mlx.cache.stack import CacheStack
 
-__all__ = ["CacheStack", "ContextCache", "KVCache", "LayerCache"]
+__all__ = [
+    "CacheStack",
+    "ContextCache",
+    "DeltaRows",
+    "KVCache",
+    "LayerCache",
+    "RecurrentCache",
+]
