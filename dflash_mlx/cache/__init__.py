@@ -5,6 +5,7 @@ from dflash_mlx.cache.context import ContextCache
 from dflash_mlx.cache.kv import KVCache
 from dflash_mlx.cache.recurrent import DeltaRows, RecurrentCache
 from dflash_mlx.cache.stack import CacheStack
+from dflash_mlx.cache.window import WindowCache
 
 __all__ = [
     "CacheStack",
@@ -13,4 +14,5 @@ __all__ = [
     "KVCache",
     "LayerCache",
     "RecurrentCache",
+    "WindowCache",
 ]
