@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -73,15 +73,16 @@ def _load_folder(folder: Path, precision: Precision) -> Target:
     groups = _Groups.read(folder, config)
     model = build_target(config)
     weights = read_weights(folder)
-    if not is_mlx_format(folder):
-        family_of(config).remap_hf(weights, config)
+    family = family_of(config)
+    (family.remap_mlx if is_mlx_format(folder) else family.remap_hf)(weights, config)
     _drop_harmless(weights, config)
     dtype = precision.dtype
     if dtype is None:
         scales = [a.dtype for name, a in weights.items() if name.endswith(".scales")]
         own = [kind for kind in scales if kind in _DTYPES.values()]
         dtype = own[0] if own else mx.bfloat16
-    _fill(model, weights, groups, folder, dtype, keep_quantized=precision.keep_quantized)
+    keep = precision.keep_quantized
+    _fill(model, weights, groups, folder, dtype, keep_quantized=keep, keep_type=family.keep_type)
     return model
 
 
@@ -136,7 +137,8 @@ class _Groups:
 
     def of(self, path: str) -> dict[str, Any]:
         """group_size, bits and mode of a quantized module; CheckpointError when not stated."""
-        exception = self.by_path.get(path)
+        # MLX conversions of multimodal checkpoints hold the language model under this name.
+        exception = self.by_path.get(path, self.by_path.get(f"language_model.{path}"))
         groups = dict(self.common)
         if isinstance(exception, Mapping):
             # As MLX reads it: an exception without a mode is affine, whatever the others are.
@@ -162,6 +164,7 @@ def _fill(
     dtype: mx.Dtype,
     *,
     keep_quantized: bool,
+    keep_type: Collection[str] = (),
 ) -> None:
     """Move `weights` into `model`, one module's at a time, emptying the dict."""
     quantized = sorted(n.removesuffix(".scales") for n in weights if n.endswith(".scales"))
@@ -182,7 +185,7 @@ def _fill(
             )
     for name in expected:
         array = weights.pop(name)
-        if mx.issubdtype(array.dtype, mx.floating):
+        if mx.issubdtype(array.dtype, mx.floating) and name.split(".")[-1] not in keep_type:
             array = array.astype(dtype)
         mx.eval(array)
         model.update(tree_unflatten([(name, array)]))

@@ -176,8 +176,6 @@ def test_resolve_local_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("zzzzzz", r"'zzzzzz' is no known model, and no file or folder.*exists here\. `dflash-mlx"),
         ("", r"'' is no known model"),
         ("How many clips? " * 40, r"is no known model"),
-        ("Qwen3.5-4B", r"Qwen3\.5-4B is of the family qwen3_5, which is not implemented yet"),
-        ("Qwen/Qwen3.5-4B", r"not implemented yet"),
         ("z-lab/qwen3-8b-dflash-b16", r"is a drafter.*Give its target as the model: Qwen3-8B"),
         ("asset:smollm2-135m-dflash-b8", r"is a drafter.*SmolLM2-135M"),
     ],
@@ -189,3 +187,10 @@ def test_resolve_refusals(name: str, message: str) -> None:
 
 def test_registry_file_is_where_paths_says() -> None:
     assert load_registry().pairs == load_registry(paths.registry_file()).pairs
+
+
+def test_a_planned_family_is_refused(tmp_path: Path) -> None:
+    registry = read(tmp_path, MINIMAL.replace('"reference"', '"planned"'))
+    for name in ("uno", "org/One"):
+        with pytest.raises(SourceError, match="One is of the family llama, which is not impl"):
+            registry.resolve(name)

@@ -80,8 +80,18 @@ class Attention(nn.Module):
         caches: Sequence[KVCache | WindowCache],
     ) -> mx.array:
         """[1, ΣT, H] -> [1, ΣT, H]; `caches` holds this layer's cache of every segment."""
+        queries = self.q_proj(x).reshape(1, x.shape[1], self.heads, -1)
+        return self.o_proj(self.attend(x, queries, segments, caches))
+
+    def attend(
+        self,
+        x: mx.array,
+        queries: mx.array,
+        segments: Sequence[Segment],
+        caches: Sequence[KVCache],
+    ) -> mx.array:
+        """Queries [1, ΣT, Hq, D] over the K/V of x [1, ΣT, H] and before: [1, ΣT, Hq·D]."""
         rows = x.shape[1]
-        queries = self.q_proj(x).reshape(1, rows, self.heads, -1)  # [1, ΣT, Hq, D]
         keys = self.k_proj(x).reshape(1, rows, self.kv_heads, -1)  # [1, ΣT, Hkv, D]
         values = self.v_proj(x).reshape(1, rows, self.kv_heads, -1)
         if "q_norm" in self:
@@ -96,7 +106,7 @@ class Attention(nn.Module):
                 strict=True,
             )
         ]
-        return self.o_proj(rejoin(attended))
+        return rejoin(attended)
 
     def _attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: KVCache | WindowCache
