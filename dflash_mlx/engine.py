@@ -26,6 +26,7 @@ from dflash_mlx.loader import load_target
 from dflash_mlx.machine import versions
 from dflash_mlx.models.base import Target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
+from dflash_mlx.weights import bundled_drafter
 
 Input = str | Sequence[Message] | Sequence[int]
 
@@ -244,7 +245,7 @@ def load(
     """Load a model by name and make it ready to answer.
 
     name: an alias of models.toml, a hub id, a folder or a GGUF file.
-    draft: "auto" takes the drafter the registry knows and falls back to plain decoding with the
+    draft: "auto" takes the drafter the registry knows, or a conversion's own, and falls back to plain decoding with the
     reason in the statistics; None decodes plainly; anything else is a drafter's hub id or
     folder, and an error when it does not serve.
     draft_bits: 4 or 8 quantizes the drafter's linear layers.
@@ -263,26 +264,30 @@ def load(
     model = found.pair.name if found.pair else name
 
     def open_draft() -> Drafter:
-        assert found.drafter_spec is not None
+        assert spec is not None
         folder = hub.fetch(
-            found.drafter_spec, revision=found.drafter_revision, kind="drafter", progress=progress
+            spec, revision=found.drafter_revision, kind="drafter", progress=progress
         ).path
         # float16 overflows in the fused features, so a drafter is bfloat16 beside such a target.
         kind = mx.float32 if target.dtype == mx.float32 else mx.bfloat16
         return open_drafter(folder, target, dtype=kind, bits=draft_bits)
 
+    spec, origin = found.drafter_spec, f"the registry's drafter for {model}"
+    if spec is None and (bundled := bundled_drafter(fetched.path)):
+        spec, origin = str(bundled[0]), f"the drafter beside {model}"
+        draft_bits = draft_bits or bundled[1]
     drafter, reason, warnings = None, "", []
     if draft is None:
         reason = "drafting is switched off"
-    elif found.drafter_spec is None:
+    elif spec is None:
         reason = f"no drafter is known for {model}"
     elif given is not None:
         drafter, reason = open_draft(), "the drafter given"
     else:
         try:
-            drafter, reason = open_draft(), f"the registry's drafter for {model}"
+            drafter, reason = open_draft(), origin
         except DFlashError as error:
-            reason = f"the drafter {found.drafter_spec} could not be used: {error}"
+            reason = f"the drafter {spec} could not be used: {error}"
             warnings = [f"Decoding plainly, since {reason}"]
     if drafter is not None and block_size == 1:
         reason = "a block of one row leaves nothing to draft"
@@ -292,7 +297,7 @@ def load(
         drafter,
         reason=reason,
         model=model,
-        drafter_name=found.drafter_spec if drafter is not None else None,
+        drafter_name=spec if drafter is not None else None,
         block_size=block_size,
         warnings=warnings,
     )

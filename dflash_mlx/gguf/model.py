@@ -103,15 +103,23 @@ class GGUFModel:
         for name, tensor in self.file.tensors.items():
             if name == _ROPE_FREQS:
                 continue
-            hf_name, order = self.hf_name(name), self._row_order(name)
             if keep_quantized and _is_native(tensor):
+                hf_name = self.hf_name(name)
                 module = hf_name.removesuffix(".weight")
-                triple = to_affine(tensor, dtype, order)
+                triple = to_affine(tensor, dtype, self._row_order(name))
                 names = (hf_name, f"{module}.scales", f"{module}.biases")
                 out.update(zip(names, triple, strict=True))
             else:
-                out[hf_name] = to_dense(tensor, dtype, order)
+                out[self.hf_name(name)] = self.dense(name, dtype)
         return out
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight by GGUF name, without reading any."""
+        return {n: t.shape for n, t in self.file.tensors.items() if n != _ROPE_FREQS}
+
+    def dense(self, name: str, dtype: mx.Dtype) -> mx.array:
+        """One weight by GGUF name, dequantized, its rows in HF's order."""
+        return to_dense(self.file.tensors[name], dtype, self._row_order(name))
 
     def quantization(self) -> dict[str, dict[str, int]]:
         """Module path -> group size and bits of every matrix that `keep_quantized` keeps."""
