@@ -1,4 +1,4 @@
-"""Any supported checkpoint -> one folder with a quantized MLX target and, if wished, its drafter."""
+"""Any supported checkpoint -> one folder with a quantized MLX target and its drafter."""
 
 from dflash_mlx.convert.order import convert
 from dflash_mlx.convert.plan import Order, Report

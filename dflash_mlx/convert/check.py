@@ -1,4 +1,4 @@
-"""One prompt through source and result, one layer resident at a time, compared after every layer."""
+"""One prompt through source and result, one layer held at a time, compared after every layer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ class _Streamed:
 
 
 def _run(source: Source, ids: Sequence[int]) -> Iterator[tuple[str, np.ndarray]]:
-    """Hidden states [T, H] of every place, and logits [1, V] of the last token."""
+    """Hidden states [T, H] of every place, and logits [1, V] of the last token.
+
+    Of the logits their mean is taken off: a shift of all changes no probability.
+    """
     model: Any = build_target(source.config)
     layers, caches = model.model.layers, model.make_cache()
     own_head = "lm_head" in model
@@ -127,7 +130,8 @@ def _logits(model: Any, head: mx.array, row: mx.array) -> np.ndarray:
     for start in range(0, head.shape[0], _HEAD_ROWS):
         module.weight = head[start : start + _HEAD_ROWS].astype(mx.float32)
         parts.append(np.array(model.logits(row)[0].astype(mx.float32)))
-    return np.concatenate(parts, axis=-1)
+    logits = np.concatenate(parts, axis=-1)
+    return logits - logits.mean(axis=-1, keepdims=True)
 
 
 def _fill(layer: nn.Module, source: Source, prefix: str) -> None:

@@ -43,8 +43,9 @@ class Decision:
 def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
     """What becomes of every parameter of `model`.
 
-    A module that the source holds quantized stays as it is, unless the recipe gives it fewer bits:
-    more bits would add bytes and no accuracy.
+    A module that the source holds quantized with the bits asked for stays as it is, since doing it
+    again would only add an error; one in a floating-point format (the experts of gpt-oss) stays
+    also when more bits are asked for.
     """
     rules = Rules(recipe, source.config, model)
     dtype = float_type(recipe, source)
@@ -58,7 +59,7 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
         settings = rules.settings(path, modules[path]) if leaf == "weight" else None
         packed = source.packed.get(path) if leaf == "weight" else None
         own = dtype if rules.casts(name) else None
-        if packed and (settings is None or packed.settings["bits"] <= settings["bits"]):
+        if packed and _stays(packed.settings, settings):
             jobs += [_job(source, n, part, own, None) for n, part in packed.parts.items()]
             settings = packed.settings
             kept += 1
@@ -68,6 +69,12 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
         if settings not in (None, rules.common):
             exceptions[path] = settings
     return Decision(jobs, {**rules.common, **exceptions}, kept, quantized)
+
+
+def _stays(has: Settings, wanted: Settings | None) -> bool:
+    if wanted is None or has["bits"] == wanted["bits"]:
+        return True
+    return has["mode"] != "affine" and has["bits"] < wanted["bits"]
 
 
 def float_type(recipe: Recipe, source: Source) -> mx.Dtype | None:

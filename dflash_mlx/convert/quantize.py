@@ -52,7 +52,7 @@ class Recipe:
             )
         if self.mixed and (self.mode != "affine" or self.bits is not None):
             raise UsageError(
-                f"The recipe {self.mixed} chooses mode and bits itself; leave --mode and --bits out."
+                f"The recipe {self.mixed} chooses mode and bits; leave --mode and --bits out."
             )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"The dtype {self.dtype!r} is not known; use one of {_list(DTYPES)}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,43 @@ def _open_gguf(path: Path) -> Source:
     model = open_gguf(path)
     config = model.config()
 
-    def reader(name: str) -> Callable[[], mx.array]:
+    def dense(name: str) -> Callable[[], mx.array]:
         return lambda: model.dense(name, mx.float32)
 
     weights = {
-        model.hf_name(name): Weight(shape, mx.float32, reader(name))
+        model.hf_name(name): Weight(shape, mx.float32, dense(name))
         for name, shape in model.shapes().items()
     }
-    return Source(path, config, weights)
+    names = {model.hf_name(name): name for name in model.shapes()}
+    packed = {}
+    for module, groups in model.quantization().items():
+        name = names[f"{module}.weight"]
+        affine = partial(model.affine, name, mx.float32)
+        settings = {"mode": "affine", **groups}
+        packed[module] = Packed(
+            settings, _affine_parts(module, model.shapes()[name], settings, affine)
+        )
+    return Source(path, config, weights, packed)
+
+
+def _affine_parts(
+    module: str,
+    shape: tuple[int, ...],
+    settings: Settings,
+    read: Callable[[], dict[str, mx.array]],
+) -> dict[str, Weight]:
+    """Three tensors that one reading brings; whichever is asked for first begins it."""
+    waiting: dict[str, mx.array] = {}
+
+    def take(name: str) -> mx.array:
+        if name not in waiting:
+            waiting.update(read())
+        return waiting.pop(name)
+
+    rows, inputs = shape
+    scales = ((rows, inputs // settings["group_size"]), mx.float32)
+    parts = (((rows, inputs * settings["bits"] // 32), mx.uint32), scales, scales)
+    return {
+        name: Weight(*part, partial(take, name))
+        for name, part in zip((module + p for p in _PARTS), parts, strict=True)
+    }

@@ -1,4 +1,4 @@
-"""Writes safetensors files tensor by tensor, each whole or not at all, and hashes what it writes."""
+"""Writes and hashes safetensors files tensor by tensor, each file whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,0 +1,96 @@
+"""Sources to convert, what other programs make of the results, and a conversion as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from checkpoints import WIDE, write_folder
+from mlx.utils import tree_map
+from mlx_lm.utils import load_model
+from oracle import plain_logits
+from tiny import tiny_config, tiny_prompt
+from tiny_drafter import drafter_config, write_drafter
+from tiny_engine import VOCAB, write_tokenizer
+
+from dflash_mlx.loader import Precision, load_target_as
+
+IDS = tiny_prompt(VOCAB, 20)
+HERE = Path(__file__).parent
+
+
+def write_source(folder: Path, family: str = "qwen3", **options: Any) -> Path:
+    """A checkpoint as people publish it: weights, tokenizer with template, generation config."""
+    config = options.pop("config", None) or tiny_config(
+        family, vocab_size=VOCAB, **{**WIDE, **options.pop("changes", {})}
+    )
+    write_folder(folder, config, **options)
+    write_tokenizer(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, VOCAB - 1]}))
+    return folder
+
+
+def write_tiny_drafter(folder: Path) -> Path:
+    """A drafter that fits `write_source`."""
+    config = drafter_config(
+        hidden_size=64,
+        vocab_size=VOCAB,
+        num_target_layers=2,
+        dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 3, "block_size": 4},
+        block_size=4,
+    )
+    return write_drafter(folder, config)
+
+
+def our_logits(folder: Path, *, keep: bool = False) -> np.ndarray:
+    return plain_logits(load_target_as(folder, Precision(mx.float32, keep)), IDS)
+
+
+def mlx_lm_logits(folder: Path) -> np.ndarray:
+    """mlx-lm's own reading of the folder, widened to float32 so that it rounds as ours does."""
+    model, _ = load_model(folder)
+    model.update(tree_map(_widened, model.parameters()))
+    return np.array(model(mx.array([IDS]))[0].astype(mx.float32))
+
+
+def _widened(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def off(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max())
+
+
+def tensors_of(folder: Path) -> dict[str, mx.array]:
+    """Every tensor of a folder's safetensors files."""
+    found: dict[str, mx.array] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(mx.load(str(file)))  # type: ignore[arg-type]
+    return found
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Python code in a process of its own that finds the package and the tests."""
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
