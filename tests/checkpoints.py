@@ -49,9 +49,10 @@ def write_quantized(
     bits: int = 4,
     predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None = None,
     tied: bool = False,
+    **changes: Any,
 ) -> Path:
     """An MLX-format checkpoint, quantized and written by mlx-lm itself."""
-    config = tiny_config(family, tie_word_embeddings=tied, **WIDE)
+    config = tiny_config(family, tie_word_embeddings=tied, **{**WIDE, **changes})
     plain = write_folder(folder.parent / "plain", config)
     model, config = load_model(plain)
     group = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}[mode]

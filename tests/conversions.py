@@ -12,10 +12,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from checkpoints import WIDE, write_folder
+from gguf import GGMLQuantizationType
+from gguf_files import gguf_tensors, model_fields, tokenizer_fields, write_gguf
 from mlx.utils import tree_map
 from mlx_lm.utils import load_model
 from oracle import plain_logits
-from tiny import tiny_config, tiny_prompt
+from tiny import tiny_config, tiny_prompt, tiny_weights
 from tiny_drafter import drafter_config, write_drafter
 from tiny_engine import VOCAB, write_tokenizer
 
@@ -46,6 +48,20 @@ def write_tiny_drafter(folder: Path) -> Path:
         block_size=4,
     )
     return write_drafter(folder, config)
+
+
+def write_tiny_gguf(file: Path, kind: str | None = None) -> Path:
+    """A llama of `write_source`'s scale as GGUF with a byte-level tokenizer, matrices in `kind`."""
+    config = tiny_config("llama", vocab_size=300, **WIDE)
+    tensors = gguf_tensors("llama", tiny_weights(config))
+    matrices = [n for n, a in tensors.items() if a.ndim == 2]
+    fields = model_fields(
+        "llama",
+        feed_forward_length=config["intermediate_size"],
+        attention__layer_norm_rms_epsilon=config["rms_norm_eps"],
+    )
+    kinds = dict.fromkeys(matrices, GGMLQuantizationType[kind]) if kind else None
+    return write_gguf(file, "llama", fields | tokenizer_fields(), tensors, kinds)
 
 
 def our_logits(folder: Path, *, keep: bool = False) -> np.ndarray:

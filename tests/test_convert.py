@@ -19,15 +19,14 @@ from conversions import (
     tensors_of,
     write_source,
     write_tiny_drafter,
+    write_tiny_gguf,
 )
-from gguf import GGMLQuantizationType
-from gguf_files import tiny_gguf
 from mlx_lm import convert as mlx_lm_convert
 from tiny_engine import VOCAB, write_tokenizer
 
 from dflash_mlx import engine
 from dflash_mlx.convert import Order, Recipe, convert
-from dflash_mlx.convert.check import compare
+from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS, compare
 from dflash_mlx.convert.source import open_source
 from dflash_mlx.loader import load_target
 from dflash_mlx.models import FAMILIES
@@ -62,10 +61,10 @@ def test_every_family_is_read_alike_by_us_and_by_mlx_lm(tmp_path: Path, family: 
     ],
     ids=lambda recipe: f"{recipe.label}-{recipe.dtype}",
 )
-@pytest.mark.parametrize("tied", [False, True])
 def test_tensors_equal_those_of_mlx_lm_convert(
-    tmp_path: Path, recipe: Recipe, tied: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tied = recipe.group_size is None and recipe.mixed is None
     changes = {"tie_word_embeddings": tied, "torch_dtype": "bfloat16", "num_hidden_layers": 3}
     source = write_source(tmp_path / "m", "llama", changes=changes, dtype=mx.bfloat16)
     monkeypatch.setattr("dflash_mlx.convert.quantize.CHUNK", 1000)  # rows in many chunks
@@ -90,7 +89,9 @@ def test_tensors_equal_those_of_mlx_lm_convert(
 
 
 def test_what_is_quantized_with_the_bits_asked_for_stays(tmp_path: Path) -> None:
-    source = write_quantized(tmp_path / "m", "qwen3", bits=4, predicate=mixed_bits)
+    source = write_quantized(
+        tmp_path / "m", "qwen3", bits=4, predicate=mixed_bits, vocab_size=VOCAB
+    )
     write_tokenizer(source)
     report = convert(Order(str(source), tmp_path / "q", Recipe(bits=4)))
     before, after = tensors_of(source), tensors_of(tmp_path / "q")
@@ -102,12 +103,12 @@ def test_what_is_quantized_with_the_bits_asked_for_stays(tmp_path: Path) -> None
     assert before["lm_head.weight"].shape != after["lm_head.weight"].shape
     assert "model.layers.1.self_attn.v_proj.scales" in after
     assert config["quantization"] == {"group_size": 64, "bits": 4, "mode": "affine"}
-    assert report.modules_kept == 11
+    assert report.modules_kept == 12
     assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
 
 
 def test_floating_point_formats_stay_when_more_bits_are_asked_for(tmp_path: Path) -> None:
-    source = write_quantized(tmp_path / "m", "llama", mode="mxfp4")
+    source = write_quantized(tmp_path / "m", "llama", mode="mxfp4", vocab_size=VOCAB)
     write_tokenizer(source)
     convert(Order(str(source), tmp_path / "q", Recipe(bits=8)))
     assert off(our_logits(tmp_path / "q"), our_logits(source)) == 0.0
@@ -168,16 +169,12 @@ def test_chat_takes_the_folder_with_its_drafter(tmp_path: Path) -> None:
     plain = engine.load(str(tmp_path / "q"), draft=None, progress=False)
     assert answer.token_ids == plain.generate(IDS, max_tokens=12).token_ids
     assert answer.stats.cycles > 0
-    assert answer.stats.warnings == plain.generate(IDS, max_tokens=12).stats.warnings or True
 
 
 def test_the_self_check_equals_two_whole_forwards(tmp_path: Path) -> None:
     source = write_source(tmp_path / "m", changes={"num_hidden_layers": 3})
     report = convert(Order(str(source), tmp_path / "q", Recipe(bits=3)))
-    tokenizer = load_tokenizer(source)
-    from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS
-
-    ids = tokenizer.encode(PROMPT)[:PROMPT_TOKENS]
+    ids = load_tokenizer(source).encode(PROMPT)[:PROMPT_TOKENS]
     states, logits = [], []
     for folder in (source, tmp_path / "q"):
         target = load_target(folder, "float32")
@@ -216,33 +213,26 @@ def test_the_self_check_finds_a_weight_in_the_wrong_place(tmp_path: Path) -> Non
     assert errors["layer 0"] < 0.05 < 0.3 < errors["layer 1"]
 
 
-@pytest.mark.parametrize("kind", [None, "Q4_0", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("kind", [None, "Q4_1", "Q8_0"])
 def test_gguf_becomes_a_folder_with_tokenizer(tmp_path: Path, kind: str | None) -> None:
-    # 256 inputs, since K types pack as many at once.
-    kinds = {"blk.0.attn_q.weight": GGMLQuantizationType[kind]} if kind and kind != "Q6_K" else None
-    file = tiny_gguf(tmp_path / "m.gguf", kinds=kinds)
+    file = write_tiny_gguf(tmp_path / "m.gguf", kind)
     report = convert(Order(str(file), tmp_path / "q", Recipe(bits=8, group_size=32)))
-    assert report.modules_kept == (1 if kind == "Q8_0" else 0)
-    assert report.self_check is not None
-    assert report.self_check["worst"]["error"] < 0.05
-    if kind == "Q8_0":
-        dense = open_source(file).weights["model.layers.0.self_attn.q_proj.weight"].read()
-        target = load_target(tmp_path / "q", "float32")
-        found = target.model.layers[0].self_attn.q_proj.weight
-        assert mx.abs(found - dense).max() <= mx.abs(dense).max() * 2**-7  # bfloat16 scales
+    assert report.modules_kept == (16 if kind == "Q8_0" else 0)
+    expected = mlx_lm_logits(tmp_path / "q")
+    assert off(our_logits(tmp_path / "q"), expected) <= 1e-4
+    assert off(our_logits(file), expected) < 0.5
     ours, theirs = load_tokenizer(tmp_path / "q"), load_tokenizer(file)
     assert ours.encode(TEXT) == theirs.encode(TEXT)
     assert ours.decode(ours.encode(TEXT)) == TEXT
     assert ours.end_ids == theirs.end_ids
-    assert off(our_logits_of(tmp_path / "q"), mlx_lm_logits_of(tmp_path / "q")) <= 1e-4
 
 
-def our_logits_of(folder: Path) -> np.ndarray:
-    return our_logits(folder)
-
-
-def mlx_lm_logits_of(folder: Path) -> np.ndarray:
-    return mlx_lm_logits(folder)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_a_gguf_of_the_bits_asked_for_loses_nothing(tmp_path: Path, kind: str) -> None:
+    file = write_tiny_gguf(tmp_path / "m.gguf", kind)
+    report = convert(Order(str(file), tmp_path / "q", Recipe(bits=4, dtype="float32")))
+    assert (report.modules_kept, report.modules_quantized) == (16, 0)
+    assert off(our_logits(tmp_path / "q"), our_logits(file)) <= 1e-5
 
 
 def test_llama3_divisors_get_their_name_for_mlx_lm(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx import registry
-from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS, SelfCheck, compare
+from dflash_mlx.convert.check import SelfCheck, compare
 from dflash_mlx.convert.companions import write_companions
 from dflash_mlx.convert.config import DRAFTER, result_config
 from dflash_mlx.convert.folder import WorkFolder, check_free
@@ -111,8 +111,8 @@ def _self_check(plan: Plan) -> SelfCheck:
         {k: v for k, v in quantization.items() if isinstance(v, dict)},
     )
     written = Checkpoint(plan.source.config, groups, read_weights(plan.destination))
-    ids = plan.tokenizer.encode(PROMPT)[:PROMPT_TOKENS]
-    return compare(open_source(plan.loads.path), open_folder(plan.destination, written), ids)
+    before, after = open_source(plan.loads.path), open_folder(plan.destination, written)
+    return compare(before, after, plan.prompt)
 
 
 @contextmanager

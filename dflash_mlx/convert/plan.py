@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx import __version__, hub, registry
+from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS
 from dflash_mlx.convert.disk import Demand, refuse_too_little
 from dflash_mlx.convert.jobs import Decision, decide, plain_jobs
 from dflash_mlx.convert.quantize import Recipe
@@ -19,6 +20,7 @@ from dflash_mlx.convert.source import Source, check_against, open_folder, open_s
 from dflash_mlx.convert.write import Shard, make_shards
 from dflash_mlx.draft.checkpoint import check_fit
 from dflash_mlx.draft.config import parse_config
+from dflash_mlx.errors import CheckpointError
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
 from dflash_mlx.models import build_target, family_of
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
@@ -89,6 +91,7 @@ class Plan:
     shards: list[Shard]
     draft_shards: list[Shard]
     tokenizer: Tokenizer
+    prompt: list[int]  # of the self-check
 
     @property
     def nbytes(self) -> int:
@@ -97,11 +100,8 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Changes with anything that changes a byte of the result."""
-        files = sorted(p for p in self.loads.path.rglob("*") if p.is_file())
-        if self.loads.path.is_file():
-            files = [self.loads.path]
-        if self.loads.drafter:
-            files += sorted(p for p in self.loads.drafter.rglob("*") if p.is_file())
+        read = [path for path in (self.loads.path, self.loads.drafter) if path is not None]
+        files = [f for p in read for f in ([p] if p.is_file() else sorted(p.iterdir()))]
         jobs = [o for s in (*self.shards, *self.draft_shards) for j in s.jobs for o in j.outputs]
         everything = [
             __version__,
@@ -109,7 +109,7 @@ class Plan:
             str(self.loads.path.resolve()),
             asdict(self.order.recipe),
             self.order.shard_bytes,
-            [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+            [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
             [(o.name, o.shape, str(o.dtype)) for o in jobs],
         ]
         return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
@@ -198,6 +198,12 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     check_against(source, model)
     decision = decide(source, model, order.recipe)
     tokenizer = load_tokenizer(loads.path)
+    prompt = tokenizer.encode(PROMPT)[:PROMPT_TOKENS]
+    if max(prompt) >= model.vocab_size:
+        raise CheckpointError(
+            f"The tokenizer of {loads.path} gives id {max(prompt)}, and the model knows ids up to "
+            f"{model.vocab_size - 1}; use the tokenizer that belongs to it."
+        )
     draft_shards: list[Shard] = []
     if loads.drafter is not None:
         check_fit(parse_config(read_config(loads.drafter)), model)
@@ -206,7 +212,9 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
         )
         draft_shards = make_shards(plain_jobs(drafter, mx.bfloat16), order.shard_bytes)
     shards = make_shards(decision.jobs, order.shard_bytes)
-    plan = Plan(order, loads, destination, source, decision, shards, draft_shards, tokenizer)
+    plan = Plan(
+        order, loads, destination, source, decision, shards, draft_shards, tokenizer, prompt
+    )
     there = hub.size_on_disk(destination) if destination.exists() else 0
     refuse_too_little([Demand("to write", destination, max(0, plan.nbytes - there))])
     return plan
