@@ -74,11 +74,12 @@ def _carry_out(plan: Plan, progress: Progress, start: float) -> Report:
 def _write_weights(plan: Plan, folder: WorkFolder, progress: Progress) -> int:
     """Write every shard that is not there yet; returns the bytes that were."""
     done = resumed = 0
+    total = plan.nbytes
 
     def advance(count: int) -> None:
         nonlocal done
         done += count
-        progress(done, plan.nbytes)
+        progress(done, total)
 
     def write(shards: list[Shard], below: str, tag: str) -> None:
         nonlocal resumed
@@ -94,7 +95,7 @@ def _write_weights(plan: Plan, folder: WorkFolder, progress: Progress) -> int:
         if written := write_index(place, shards):
             folder.record(f"{below}{written}", sha256_of(place / written))
 
-    progress(0, plan.nbytes)
+    progress(0, total)
     write(plan.shards, "", "mlx")
     if plan.loads.drafter is not None:
         write(plan.draft_shards, f"{DRAFTER}/", "pt")
