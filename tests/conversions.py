@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,27 @@ from tiny_drafter import drafter_config, write_drafter
 from tiny_engine import VOCAB, write_tokenizer
 
 from dflash_mlx.loader import Precision, load_target_as
+from dflash_mlx.models import FAMILIES
 
 IDS = tiny_prompt(VOCAB, 20)
 HERE = Path(__file__).parent
 
 
+def tiny_families() -> list[str]:
+    """Every family that has a tiny model."""
+    known = []
+    for family in FAMILIES:
+        with suppress(KeyError):
+            tiny_config(family)
+            known.append(family)
+    return known
+
+
 def write_source(folder: Path, family: str = "qwen3", **options: Any) -> Path:
     """A checkpoint as people publish it: weights, tokenizer with template, generation config."""
-    config = options.pop("config", None) or tiny_config(
-        family, vocab_size=VOCAB, **{**WIDE, **options.pop("changes", {})}
-    )
+    # Rows that groups of 32 and 64 divide; other families' tiny configs say their layers themselves.
+    wide = WIDE if family in ("llama", "qwen3") else {"hidden_size": WIDE["hidden_size"]}
+    config = tiny_config(family, vocab_size=VOCAB, **{**wide, **options.pop("changes", {})})
     write_folder(folder, config, **options)
     write_tokenizer(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, VOCAB - 1]}))

@@ -17,6 +17,7 @@ from conversions import (
     off,
     our_logits,
     tensors_of,
+    tiny_families,
     write_source,
     write_tiny_drafter,
     write_tiny_gguf,
@@ -29,14 +30,13 @@ from dflash_mlx.convert import Order, Recipe, convert
 from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS, compare
 from dflash_mlx.convert.source import open_source
 from dflash_mlx.loader import load_target
-from dflash_mlx.models import FAMILIES
 from dflash_mlx.segment import Segment
 from dflash_mlx.tokenizer import load_tokenizer
 
 TEXT = "How many?  12 + 30 = 42.\n"
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", tiny_families())
 def test_every_family_is_read_alike_by_us_and_by_mlx_lm(tmp_path: Path, family: str) -> None:
     source = write_source(tmp_path / "m", family, shards=3)
     report = convert(Order(str(source), tmp_path / "q", Recipe(bits=8, group_size=32)))
@@ -44,7 +44,7 @@ def test_every_family_is_read_alike_by_us_and_by_mlx_lm(tmp_path: Path, family: 
     assert off(our_logits(tmp_path / "q"), expected) <= 1e-4
     assert off(our_logits(tmp_path / "q", keep=True), expected) <= 1e-4
     # Quantized, and still the model it was.
-    assert 0.001 < off(our_logits(source), expected) < 0.5
+    assert 0.001 < off(our_logits(source), expected) < 0.5 * float(np.abs(expected).max())
     assert report.modules_quantized == len([n for n in tensors_of(tmp_path / "q") if "scales" in n])
 
 

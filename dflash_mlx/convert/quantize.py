@@ -6,6 +6,7 @@ Knows no files: a recipe and a model's modules in, settings by module path out.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -115,19 +116,30 @@ class Rules:
         return self._casts(name)
 
 
+def mlx_lm_type(config: Mapping[str, Any]) -> str:
+    """The config's model_type as mlx-lm calls it: a text model may bear the name of the whole.
+
+    CheckpointError when mlx-lm has neither.
+    """
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    name = str(config["model_type"])
+    for known in (name, name.removesuffix("_text")):
+        if importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(known, known)}"):
+            return known
+    raise CheckpointError(
+        f"mlx-lm has no model_type {name!r}, and the converter asks it what to quantize; convert a "
+        "model of a family that mlx-lm has."
+    )
+
+
 def _reference_model(config: Mapping[str, Any]) -> nn.Module:
     """mlx-lm's model of this config with unset weights; it carries the family's quantization."""
     from mlx_lm.utils import MODEL_REMAPPING
 
-    name = str(config["model_type"])
-    try:
-        module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(name, name)}")
-    except ImportError:
-        raise CheckpointError(
-            f"mlx-lm has no model_type {name!r}, and the converter asks it what to quantize; "
-            "convert a model of a family that mlx-lm has."
-        ) from None
-    return module.Model(module.ModelArgs.from_dict(dict(config)))
+    name = mlx_lm_type(config)
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(name, name)}")
+    return module.Model(module.ModelArgs.from_dict({**config, "model_type": name}))
 
 
 def _mixed(recipe: Recipe, model: nn.Module) -> Predicate:
