@@ -41,7 +41,7 @@ def tiny_families() -> list[str]:
 
 def write_source(folder: Path, family: str = "qwen3", **options: Any) -> Path:
     """A checkpoint as people publish it: weights, tokenizer with template, generation config."""
-    # Rows that groups of 32 and 64 divide; other families' tiny configs say their layers themselves.
+    # Rows that groups of 32 and 64 divide; other families have layers of their own pattern.
     wide = WIDE if family in ("llama", "qwen3") else {"hidden_size": WIDE["hidden_size"]}
     config = tiny_config(family, vocab_size=VOCAB, **{**wide, **options.pop("changes", {})})
     write_folder(folder, config, **options)
