@@ -43,6 +43,9 @@ def write_source(folder: Path, family: str = "qwen3", **options: Any) -> Path:
     """A checkpoint as people publish it: weights, tokenizer with template, generation config."""
     # Rows that groups of 32 and 64 divide; other families have layers of their own pattern.
     wide = WIDE if family in ("llama", "qwen3") else {"hidden_size": WIDE["hidden_size"]}
+    if family == "gpt_oss":  # mlx-lm computes YaRN only so
+        scaling = tiny_config(family)["rope_scaling"]
+        wide = {**wide, "rope_scaling": {**scaling, "truncate": True}}
     config = tiny_config(family, vocab_size=VOCAB, **{**wide, **options.pop("changes", {})})
     write_folder(folder, config, **options)
     write_tokenizer(folder)
