@@ -43,8 +43,9 @@ def test_every_family_is_read_alike_by_us_and_by_mlx_lm(tmp_path: Path, family: 
     expected = mlx_lm_logits(tmp_path / "q")
     assert off(our_logits(tmp_path / "q"), expected) <= 1e-4
     assert off(our_logits(tmp_path / "q", keep=True), expected) <= 1e-4
-    # Quantized, and still the model it was.
-    assert 0.001 < off(our_logits(source), expected) < 0.5 * float(np.abs(expected).max())
+    # Quantized, and still the model it was; the median, since a router may choose otherwise.
+    changed = float(np.median(np.abs(our_logits(source) - expected)))
+    assert 0.0005 < changed < 0.1 * expected.std()
     assert report.modules_quantized == len([n for n in tensors_of(tmp_path / "q") if "scales" in n])
 
 
