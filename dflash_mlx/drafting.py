@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -12,6 +13,7 @@ from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.models.base import Target
 from dflash_mlx.registry import Resolved
+from dflash_mlx.weights import bundled_drafter
 
 
 @dataclass
@@ -26,32 +28,38 @@ class Drafting:
 
 
 def choose_drafter(
-    found: Resolved, model: str, target: Target, named: bool, bits: int | None, progress: bool
+    found: Resolved,
+    path: Path,
+    model: str,
+    target: Target,
+    named: bool,
+    bits: int | None,
+    progress: bool,
 ) -> Drafting:
-    """Fetch and open the drafter of `found`.
+    """Fetch and open the drafter of `found`, else the one a conversion put beside the target.
 
+    path: the target's folder or file.
     named: the person asked for this drafter, so that what keeps it from serving is an error;
     otherwise decoding goes on plainly, and the reason says why.
     """
-    if found.drafter_spec is None:
+    spec, origin = found.drafter_spec, f"the registry's drafter for {model}"
+    if named:
+        origin = "the drafter given"
+    elif spec is None and (bundled := bundled_drafter(path)):
+        spec, origin = str(bundled[0]), f"the drafter beside {model}"
+        bits = bits or bundled[1]
+    if spec is None:
         return Drafting(f"no drafter is known for {model}")
-    origin = "the drafter given" if named else f"the registry's drafter for {model}"
     try:
-        return _open(found, target, origin, bits, progress)
+        fetched = hub.fetch(
+            spec, revision=found.drafter_revision, kind="drafter", progress=progress
+        )
+        # float16 overflows in the fused features, so a drafter is bfloat16 beside such a target.
+        dtype = mx.float32 if target.dtype == mx.float32 else mx.bfloat16
+        drafter = open_drafter(fetched.path, target, dtype=dtype, bits=bits)
     except DFlashError as error:
         if named:
             raise
-        reason = f"the drafter {found.drafter_spec} could not be used: {error}"
+        reason = f"the drafter {spec} could not be used: {error}"
         return Drafting(reason, warnings=[f"Decoding plainly, since {reason}"])
-
-
-def _open(
-    found: Resolved, target: Target, origin: str, bits: int | None, progress: bool
-) -> Drafting:
-    spec, revision = found.drafter_spec, found.drafter_revision
-    assert spec is not None
-    fetched = hub.fetch(spec, revision=revision, kind="drafter", progress=progress)
-    # float16 overflows in the fused features, so a drafter is bfloat16 beside such a target.
-    dtype = mx.float32 if target.dtype == mx.float32 else mx.bfloat16
-    drafter = open_drafter(fetched.path, target, dtype=dtype, bits=bits)
     return Drafting(origin, drafter, spec, fetched.revision)

@@ -252,9 +252,9 @@ def load(
     """Load a model by name and make it ready to answer.
 
     name: an alias of models.toml, a hub id, a folder or a GGUF file.
-    draft: "auto" takes the drafter the registry knows and falls back to plain decoding with the
-    reason in the statistics; None decodes plainly; anything else is a drafter's hub id or
-    folder, and an error when it does not serve.
+    draft: "auto" takes the drafter the registry knows, or the one a conversion put beside the
+    target, and falls back to plain decoding with the reason in the statistics; None decodes
+    plainly; anything else is a drafter's hub id or folder, and an error when it does not serve.
     draft_bits: 4 or 8 quantizes the drafter's linear layers.
     dtype: auto, bfloat16, float16 or float32 (see loader.resolve_dtype).
     revision: of the target's hub repo. block_size: rows a cycle verifies, at most as trained.
@@ -277,7 +277,8 @@ def load(
     model = found.pair.name if found.pair else name
     chosen = Drafting(reason="drafting is switched off")
     if draft is not None:
-        chosen = choose_drafter(found, model, target, given is not None, draft_bits, progress)
+        named = given is not None
+        chosen = choose_drafter(found, fetched.path, model, target, named, draft_bits, progress)
     if chosen.drafter is not None and block_size == 1:
         chosen.reason = "a block of one row leaves nothing to draft"
     return Engine(

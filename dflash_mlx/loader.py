@@ -67,22 +67,38 @@ def load_target_as(path: Path, precision: Precision) -> Target:
     return model
 
 
-def _load_folder(folder: Path, precision: Precision) -> Target:
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder's config and weights under the model's names, not read from disk yet."""
+
+    config: dict[str, Any]
+    groups: Groups
+    weights: dict[str, mx.array]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Check a target's folder and name its weights; CheckpointError as `load_target`."""
     config = read_config(folder)
-    _refuse_drafter(folder, config)
-    groups = _Groups.read(folder, config)
-    model = build_target(config)
-    weights = read_weights(folder)
+    refuse_drafter(folder, config)
+    groups = Groups.read(folder, config)
     family = family_of(config)
+    weights = read_weights(folder)
     (family.remap_mlx if is_mlx_format(folder) else family.remap_hf)(weights, config)
     _drop_harmless(weights, config)
+    return Checkpoint(config, groups, weights)
+
+
+def _load_folder(folder: Path, precision: Precision) -> Target:
+    checkpoint = open_checkpoint(folder)
+    model = build_target(checkpoint.config)
+    weights, groups = checkpoint.weights, checkpoint.groups
     dtype = precision.dtype
     if dtype is None:
         scales = [a.dtype for name, a in weights.items() if name.endswith(".scales")]
         own = [kind for kind in scales if kind in _DTYPES.values()]
         dtype = own[0] if own else mx.bfloat16
-    keep = precision.keep_quantized
-    _fill(model, weights, groups, folder, dtype, keep_quantized=keep, keep_type=family.keep_type)
+    keep, keep_type = precision.keep_quantized, family_of(checkpoint.config).keep_type
+    _fill(model, weights, groups, folder, dtype, keep_quantized=keep, keep_type=keep_type)
     return model
 
 
@@ -95,7 +111,7 @@ def _load_gguf(file: Path, precision: Precision) -> Target:
     model = build_target(config)
     dtype = precision.dtype or mx.bfloat16
     keep = precision.keep_quantized
-    groups = _Groups({}, source.quantization() if keep else {})
+    groups = Groups({}, source.quantization() if keep else {})
     weights = source.weights(keep, dtype)
     _drop_harmless(weights, config)
     _fill(model, weights, groups, file, dtype, keep_quantized=keep)
@@ -103,14 +119,14 @@ def _load_gguf(file: Path, precision: Precision) -> Target:
 
 
 @dataclass(frozen=True)
-class _Groups:
+class Groups:
     """Quantization of a checkpoint: what all modules have in common, and exceptions by path."""
 
     common: Mapping[str, Any]
     by_path: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: Path, config: Mapping[str, Any]) -> _Groups:
+    def read(cls, folder: Path, config: Mapping[str, Any]) -> Groups:
         """MLX's `quantization` object, or what the family makes of its own HF checkpoints' method.
 
         Any other quantization is refused by name.
@@ -159,7 +175,7 @@ class _Groups:
 def _fill(
     model: nn.Module,
     weights: dict[str, mx.array],
-    groups: _Groups,
+    groups: Groups,
     source: Path,
     dtype: mx.Dtype,
     *,
@@ -176,7 +192,7 @@ def _fill(
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     expected = {name: array.shape for name, array in parameters}
     del parameters
-    _check_names(expected.keys(), weights.keys(), source)
+    check_names(expected.keys(), weights.keys(), source)
     for name, shape in expected.items():
         if weights[name].shape != shape:
             raise CheckpointError(
@@ -192,7 +208,7 @@ def _fill(
     mx.eval(model.parameters())
 
 
-def _quantize_modules(model: nn.Module, paths: list[str], groups: _Groups, source: Path) -> None:
+def _quantize_modules(model: nn.Module, paths: list[str], groups: Groups, source: Path) -> None:
     wanted = {path: groups.of(path) for path in paths}
     modules = {path for path, _ in model.named_modules()}
     if unknown := sorted(wanted.keys() - modules):
@@ -210,6 +226,15 @@ def _dequantize(
     path: str, weights: dict[str, mx.array], groups: dict[str, Any], source: Path, dtype: mx.Dtype
 ) -> None:
     """Replace the module's weight, scales (and biases) by the weight they stand for."""
+    dense = take_dense(path, weights, groups, source).astype(dtype)
+    mx.eval(dense)
+    weights[f"{path}.weight"] = dense
+
+
+def take_dense(
+    path: str, weights: dict[str, mx.array], groups: dict[str, Any], source: Path
+) -> mx.array:
+    """Take a quantized module's tensors out of `weights`: their float32 weight, not evaluated."""
     if f"{path}.weight" not in weights:
         raise _missing([f"{path}.weight"], source)
     packed, scales = weights.pop(f"{path}.weight"), weights.pop(f"{path}.scales")
@@ -220,18 +245,16 @@ def _dequantize(
         # In float32, or the rounding of a 16-bit product would be added to that of the scales.
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     try:
-        dense = mx.dequantize(packed, scales, biases, **groups, dtype=mx.float32)
+        return mx.dequantize(packed, scales, biases, **groups, dtype=mx.float32)
     except ValueError as error:
         raise CheckpointError(
             f"{path} of {source} does not fit its quantization ({error}); convert the checkpoint "
             "again."
         ) from None
-    dense = dense.astype(dtype)
-    mx.eval(dense)
-    weights[f"{path}.weight"] = dense
 
 
-def _refuse_drafter(folder: Path, config: Mapping[str, Any]) -> None:
+def refuse_drafter(folder: Path | str, config: Mapping[str, Any]) -> None:
+    """CheckpointError when the config is a drafter's."""
     names = config.get("architectures") or []
     if "dflash_config" in config or any("dflash" in str(name).lower() for name in names):
         raise CheckpointError(
@@ -249,7 +272,8 @@ def _drop_harmless(weights: dict[str, mx.array], config: Mapping[str, Any]) -> N
             del weights[name]
 
 
-def _check_names(expected: Any, found: Any, source: Path) -> None:
+def check_names(expected: Any, found: Any, source: Path) -> None:
+    """CheckpointError that names missing or unexpected tensors."""
     if missing := sorted(expected - found):
         raise _missing(missing, source)
     if extra := sorted(found - expected):

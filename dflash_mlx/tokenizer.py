@@ -56,6 +56,10 @@ class Tokenizer:
         )
         self.think_tags = _THINK_TAGS if known else None
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and the chat template into the folder."""
+        self._hf.save_pretrained(folder)
+
     @property
     def has_template(self) -> bool:
         return bool(self._template)

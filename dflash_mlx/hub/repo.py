@@ -14,8 +14,8 @@ from dflash_mlx.hub.request import Request, write_whole
 
 # What inference reads. Sub-folders hold other formats of the same weights (original/, onnx/), and
 # consolidated*.safetensors repeats the shards.
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_UNWANTED = ["*/*", "consolidated*.safetensors"]
+WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+UNWANTED = ["*/*", "consolidated*.safetensors"]
 
 REPO = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:/(?P<file>.+\.gguf))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -26,7 +26,7 @@ def fetch_repo(repo: str, file: str | None, request: Request) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     pinned = request.revision is None or _COMMIT.fullmatch(request.revision)
-    with _hub_sentences(repo, file, request), _progress_bars(request.progress):
+    with hub_sentences(repo, file, request), _progress_bars(request.progress):
         if (pinned or request.offline) and (cached := _cached_repo(repo, file, request.revision)):
             return cached
         if not pinned and not request.offline:
@@ -42,8 +42,8 @@ def fetch_repo(repo: str, file: str | None, request: Request) -> Path:
             snapshot_download(
                 repo,
                 revision=request.revision,
-                allow_patterns=_WANTED,
-                ignore_patterns=_UNWANTED,
+                allow_patterns=WANTED,
+                ignore_patterns=UNWANTED,
                 local_files_only=request.offline,
             )
         )
@@ -141,7 +141,7 @@ def _progress_bars(shown: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _hub_sentences(repo: str, file: str | None, request: Request) -> Iterator[None]:
+def hub_sentences(repo: str, file: str | None, request: Request) -> Iterator[None]:
     """Turn huggingface_hub's errors into sentences that say what to do."""
     from huggingface_hub import constants, errors
 

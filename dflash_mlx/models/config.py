@@ -43,7 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Keys about training, generation or files; they say nothing about the forward pass.
 _INERT_KEYS = """
     _attn_implementation _name_or_path architectures attention_dropout auto_map bos_token_id
-    chunk_size_feed_forward dtype embd_pdrop eos_token_id id2label initializer_range
+    chunk_size_feed_forward conversion dtype embd_pdrop eos_token_id id2label initializer_range
     is_llama_config label2id language max_window_layers model_type name num_labels
     original_max_position_embeddings output_attentions output_hidden_states pad_token_id
     pretraining_tp problem_type quantization quantization_config resid_pdrop return_dict

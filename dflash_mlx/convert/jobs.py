@@ -1,0 +1,116 @@
+"""From an opened checkpoint and a recipe to the tensors to write and the config that tells of them.
+
+Reads and writes nothing: jobs carry out what is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from dflash_mlx.convert.quantize import (
+    DTYPES,
+    Output,
+    Recipe,
+    Rules,
+    Settings,
+    encode,
+    outputs_of,
+)
+from dflash_mlx.convert.source import Source, Weight
+from dflash_mlx.convert.write import Job
+
+
+@dataclass(frozen=True)
+class Decision:
+    """All jobs of a target in the model's order, and `quantization` as config.json states it."""
+
+    jobs: list[Job]
+    quantization: dict[str, Any]
+    kept: int  # modules that stay as the source has them quantized
+    quantized: int  # modules quantized anew
+
+    @property
+    def nbytes(self) -> int:
+        return sum(job.nbytes for job in self.jobs)
+
+
+def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
+    """What becomes of every parameter of `model`.
+
+    A module that the source holds quantized with the bits asked for stays as it is, since doing it
+    again would only add an error; one in a floating-point format (the experts of gpt-oss) stays
+    also when more bits are asked for.
+    """
+    rules = Rules(recipe, source.config, model)
+    dtype = float_type(recipe, source)
+    modules = dict(model.named_modules())
+    parameters: Any = tree_flatten(model.parameters())
+    jobs: list[Job] = []
+    exceptions: dict[str, Settings] = {}
+    kept = quantized = 0
+    for name, _ in parameters:
+        path, _, leaf = name.rpartition(".")
+        settings = rules.settings(path, modules[path]) if leaf == "weight" else None
+        packed = source.packed.get(path) if leaf == "weight" else None
+        own = dtype if rules.casts(name) else None
+        if packed and _stays(packed.settings, settings):
+            jobs += [_job(source, n, part, own, None) for n, part in packed.parts.items()]
+            settings = packed.settings
+            kept += 1
+        else:
+            jobs.append(_job(source, name, source.weights[name], own, settings))
+            quantized += settings is not None
+        if settings not in (None, rules.common):
+            exceptions[path] = settings
+    return Decision(jobs, {**rules.common, **exceptions}, kept, quantized)
+
+
+def _stays(has: Settings, wanted: Settings | None) -> bool:
+    if wanted is None or has["bits"] == wanted["bits"]:
+        return True
+    return has["mode"] != "affine" and has["bits"] < wanted["bits"]
+
+
+def float_type(recipe: Recipe, source: Source) -> mx.Dtype | None:
+    """The type of what is not quantized and of scales; None leaves each tensor its own.
+
+    As in mlx-lm the config's dtype decides when the recipe names none. GGUF files state none, and
+    half of them hold float32 norms beside packed matrices: they become bfloat16.
+    """
+    nested = source.config.get("text_config") or {}
+    for name in (recipe.dtype, *(c.get(k) for c in (source.config, nested) for k in _DTYPE_KEYS)):
+        if name in DTYPES:
+            return DTYPES[name]
+    if source.path.suffix.lower() == ".gguf":
+        return mx.bfloat16
+    scales = (part.dtype for p in source.packed.values() for part in p.parts.values())
+    return next((dtype for dtype in scales if dtype in DTYPES.values()), None)
+
+
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+
+
+def plain_jobs(source: Source, dtype: mx.Dtype) -> list[Job]:
+    """Every weight of a source in `dtype`, not quantized, in the order of names."""
+    return [_job(source, n, w, dtype, None) for n, w in sorted(source.weights.items())]
+
+
+def _job(
+    source: Source, name: str, weight: Weight, dtype: mx.Dtype | None, settings: Settings | None
+) -> Job:
+    is_float = mx.issubdtype(weight.dtype, mx.floating)
+    kind = dtype if dtype is not None and is_float else weight.dtype
+    outputs: list[Output] = outputs_of(name, weight.shape, kind, settings)
+
+    def encoded() -> Iterator[memoryview]:
+        array = weight.read()
+        mx.eval(array)
+        return encode(array, kind, settings, f"{name} of {source.path}")
+
+    return Job(tuple(outputs), encoded)

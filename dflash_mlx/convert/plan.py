@@ -1,0 +1,228 @@
+"""What is asked for, and everything that is refused or decided before the first byte is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx import __version__, hub, registry
+from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS
+from dflash_mlx.convert.disk import Demand, refuse_too_little
+from dflash_mlx.convert.jobs import Decision, decide, plain_jobs
+from dflash_mlx.convert.quantize import Recipe
+from dflash_mlx.convert.source import Source, check_against, open_folder, open_source
+from dflash_mlx.convert.write import Shard, make_shards
+from dflash_mlx.draft.checkpoint import check_fit
+from dflash_mlx.draft.config import parse_config
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
+from dflash_mlx.models import build_target, family_of
+from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
+from dflash_mlx.weights import read_config, read_weights
+
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to convert and how. `destination` None: a folder here, named by model and recipe."""
+
+    source: str  # alias, folder, hub id, GGUF file
+    destination: Path | None = None
+    recipe: Recipe = field(default_factory=Recipe)
+    drafter: str | None = None  # None: the registry's own for an alias, else none
+    draft_bits: int | None = None  # recorded for loading; the drafter itself is kept in bfloat16
+    revision: str | None = None
+    dry_run: bool = False
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done, or with `dry_run` would be."""
+
+    source: str
+    revision: str | None
+    destination: str
+    recipe: dict[str, Any]
+    drafter: str | None
+    dry_run: bool
+    source_bytes: int | None
+    result_bytes: int  # weights of target and drafter; about, when nothing is fetched yet
+    download_bytes: int
+    modules_quantized: int | None = None
+    modules_kept: int | None = None  # quantized in the source already
+    resumed_bytes: int = 0
+    hashes: dict[str, str] = field(default_factory=dict)
+    self_check: dict[str, Any] | None = None
+    seconds: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Source and drafter on disk."""
+
+    spec: str
+    revision: str | None
+    path: Path
+    drafter: Path | None
+    drafter_spec: str | None
+    drafter_revision: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided before the first byte is written."""
+
+    order: Order
+    loads: Loads
+    destination: Path
+    source: Source
+    decision: Decision
+    shards: list[Shard]
+    draft_shards: list[Shard]
+    tokenizer: Tokenizer
+    prompt: list[int]  # of the self-check
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in (*self.shards, *self.draft_shards))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with anything that changes a byte of the result."""
+        read = [path for path in (self.loads.path, self.loads.drafter) if path is not None]
+        files = [f for p in read for f in ([p] if p.is_file() else sorted(p.iterdir()))]
+        jobs = [o for s in (*self.shards, *self.draft_shards) for j in s.jobs for o in j.outputs]
+        everything = [
+            __version__,
+            mx.__version__,
+            str(self.loads.path.resolve()),
+            asdict(self.order.recipe),
+            self.order.shard_bytes,
+            [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
+            [(o.name, o.shape, str(o.dtype)) for o in jobs],
+        ]
+        return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+
+    def report(self, start: float, **done: Any) -> Report:
+        loads = self.loads
+        return Report(
+            source=loads.spec,
+            revision=loads.revision,
+            destination=str(self.destination),
+            recipe=recipe_json(self.order.recipe),
+            drafter=loads.drafter_spec,
+            dry_run=self.order.dry_run,
+            source_bytes=hub.size_on_disk(loads.path),
+            result_bytes=self.nbytes,
+            download_bytes=0,
+            modules_quantized=self.decision.quantized,
+            modules_kept=self.decision.kept,
+            seconds=round(time.monotonic() - start, 3),
+            **done,
+        )
+
+
+def destination_of(order: Order) -> Path:
+    if order.destination is not None:
+        return order.destination.expanduser()
+    name = order.source.partition("#")[0].rstrip("/").rsplit("/", 1)[-1]
+    return Path(f"{name.removesuffix('.gguf')}-{order.recipe.label}")
+
+
+def preview(order: Order, found: registry.Resolved, destination: Path) -> Report | None:
+    """Refuse before any download; a report of what is known when something would be fetched."""
+    revision = order.revision or found.target_revision
+    target = hub.preview(found.target_spec, revision=revision)
+    drafter = None
+    if found.drafter_spec:
+        drafter = hub.preview(found.drafter_spec, revision=found.drafter_revision, kind="drafter")
+    if target is not None and target.config:
+        refuse_drafter(found.target_spec, target.config)
+        family_of(target.config)
+    ahead = [preview for preview in (target, drafter) if preview is not None]
+    if not ahead:
+        return None
+    demands = [Demand("to fetch", preview.folder, preview.nbytes) for preview in ahead]
+    settings = order.recipe.settings
+    # Scales and biases are two 16-bit numbers a group; the source is taken to hold 16 bits.
+    share = (settings["bits"] + 32 / settings["group_size"]) / 16
+    result = int(target.nbytes * share) if target else 0
+    result += drafter.nbytes if drafter else 0
+    refuse_too_little([*demands, Demand("to write", destination, result)])
+    return Report(
+        source=found.target_spec,
+        revision=revision,
+        destination=str(destination),
+        recipe=recipe_json(order.recipe),
+        drafter=found.drafter_spec,
+        dry_run=True,
+        source_bytes=target.nbytes if target else None,
+        result_bytes=result,
+        download_bytes=sum(preview.nbytes for preview in ahead),
+    )
+
+
+def fetch(order: Order, found: registry.Resolved, show: bool) -> Loads:
+    revision = order.revision or found.target_revision
+    target = hub.fetch(found.target_spec, revision=revision, progress=show)
+    if found.drafter_spec is None:
+        return Loads(found.target_spec, target.revision, target.path, None, None, None)
+    drafter = hub.fetch(
+        found.drafter_spec, revision=found.drafter_revision, kind="drafter", progress=show
+    )
+    return Loads(
+        found.target_spec,
+        target.revision,
+        target.path,
+        drafter.path,
+        found.drafter_spec,
+        drafter.revision,
+    )
+
+
+def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
+    """Open and check everything; no weight is read yet."""
+    source = open_source(loads.path)
+    model = build_target(source.config)
+    check_against(source, model)
+    decision = decide(source, model, order.recipe)
+    tokenizer = load_tokenizer(loads.path)
+    prompt = tokenizer.encode(PROMPT)[:PROMPT_TOKENS]
+    if max(prompt) >= model.vocab_size:
+        raise CheckpointError(
+            f"The tokenizer of {loads.path} gives id {max(prompt)}, and the model knows ids up to "
+            f"{model.vocab_size - 1}; use the tokenizer that belongs to it."
+        )
+    draft_shards: list[Shard] = []
+    if loads.drafter is not None:
+        check_fit(parse_config(read_config(loads.drafter)), model)
+        drafter = open_folder(
+            loads.drafter, Checkpoint({}, Groups({}, {}), read_weights(loads.drafter))
+        )
+        draft_shards = make_shards(plain_jobs(drafter, mx.bfloat16), order.shard_bytes)
+    shards = make_shards(decision.jobs, order.shard_bytes)
+    plan = Plan(
+        order, loads, destination, source, decision, shards, draft_shards, tokenizer, prompt
+    )
+    there = hub.size_on_disk(destination) if destination.exists() else 0
+    refuse_too_little([Demand("to write", destination, max(0, plan.nbytes - there))])
+    return plan
+
+
+def recipe_json(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with its defaults filled in."""
+    settings = recipe.settings
+    if recipe.mixed:
+        del settings["bits"]  # the recipe's own, layer by layer
+    return {**settings, "mixed": recipe.mixed, "dtype": recipe.dtype}

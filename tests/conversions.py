@@ -1,0 +1,127 @@
+"""Sources to convert, what other programs make of the results, and a conversion as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from checkpoints import WIDE, write_folder
+from gguf import GGMLQuantizationType
+from gguf_files import gguf_tensors, model_fields, tokenizer_fields, write_gguf
+from mlx.utils import tree_map
+from mlx_lm.utils import load_model
+from oracle import plain_logits
+from tiny import tiny_config, tiny_prompt, tiny_weights
+from tiny_drafter import drafter_config, write_drafter
+from tiny_engine import VOCAB, write_tokenizer
+
+from dflash_mlx.loader import Precision, load_target_as
+from dflash_mlx.models import FAMILIES
+
+IDS = tiny_prompt(VOCAB, 20)
+HERE = Path(__file__).parent
+
+
+def tiny_families() -> list[str]:
+    """Every family that has a tiny model."""
+    known = []
+    for family in FAMILIES:
+        with suppress(KeyError):
+            tiny_config(family)
+            known.append(family)
+    return known
+
+
+def write_source(folder: Path, family: str = "qwen3", **options: Any) -> Path:
+    """A checkpoint as people publish it: weights, tokenizer with template, generation config."""
+    # Rows that groups of 32 and 64 divide; other families have layers of their own pattern.
+    wide = WIDE if family in ("llama", "qwen3") else {"hidden_size": WIDE["hidden_size"]}
+    if family == "gpt_oss":  # mlx-lm computes YaRN only so
+        scaling = tiny_config(family)["rope_scaling"]
+        wide = {**wide, "rope_scaling": {**scaling, "truncate": True}}
+    config = tiny_config(family, vocab_size=VOCAB, **{**wide, **options.pop("changes", {})})
+    write_folder(folder, config, **options)
+    write_tokenizer(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, VOCAB - 1]}))
+    return folder
+
+
+def write_tiny_drafter(folder: Path) -> Path:
+    """A drafter that fits `write_source`."""
+    config = drafter_config(
+        hidden_size=64,
+        vocab_size=VOCAB,
+        num_target_layers=2,
+        dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 3, "block_size": 4},
+        block_size=4,
+    )
+    return write_drafter(folder, config)
+
+
+def write_tiny_gguf(file: Path, kind: str | None = None) -> Path:
+    """A llama of `write_source`'s scale as GGUF with a byte-level tokenizer, matrices in `kind`."""
+    config = tiny_config("llama", vocab_size=300, **WIDE)
+    tensors = gguf_tensors("llama", tiny_weights(config))
+    matrices = [n for n, a in tensors.items() if a.ndim == 2]
+    fields = model_fields(
+        "llama",
+        feed_forward_length=config["intermediate_size"],
+        attention__layer_norm_rms_epsilon=config["rms_norm_eps"],
+    )
+    kinds = dict.fromkeys(matrices, GGMLQuantizationType[kind]) if kind else None
+    return write_gguf(file, "llama", fields | tokenizer_fields(), tensors, kinds)
+
+
+def our_logits(folder: Path, *, keep: bool = False) -> np.ndarray:
+    return plain_logits(load_target_as(folder, Precision(mx.float32, keep)), IDS)
+
+
+def mlx_lm_logits(folder: Path) -> np.ndarray:
+    """mlx-lm's own reading of the folder, widened to float32 so that it rounds as ours does."""
+    model, _ = load_model(folder)
+    model.update(tree_map(_widened, model.parameters()))
+    return np.array(model(mx.array([IDS]))[0].astype(mx.float32))
+
+
+def _widened(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def off(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max())
+
+
+def tensors_of(folder: Path) -> dict[str, mx.array]:
+    """Every tensor of a folder's safetensors files."""
+    found: dict[str, mx.array] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(mx.load(str(file)))  # type: ignore[arg-type]
+    return found
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Python code in a process of its own that finds the package and the tests."""
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )

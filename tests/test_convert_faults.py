@@ -1,0 +1,274 @@
+"""What cannot be converted gets its sentence, before any download or write, and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import pytest
+from checkpoints import write_folder
+from conversions import bytes_of, tensors_of, write_source, write_tiny_drafter
+from tiny import tiny_config
+
+from dflash_mlx import hub
+from dflash_mlx.convert import Order, Recipe, convert
+from dflash_mlx.errors import CheckpointError, DFlashError, MismatchError, UsageError
+from tests.fake_hub import FakeHub, FakeRepo
+
+pytest_plugins = ["tests.hub_fixtures"]
+
+LATE = "model.norm.weight"  # written when most is on disk already
+
+
+def _config(source: Path, **changes: Any) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def _weights(source: Path, change: Callable[[dict[str, mx.array]], None]) -> None:
+    weights = tensors_of(source)
+    mx.eval(weights)
+    change(weights)
+    mx.save_safetensors(str(source / "model.safetensors"), weights)
+
+
+def _put(name: str, value: float) -> Callable[[Path], None]:
+    def change(weights: dict[str, mx.array]) -> None:
+        weights[name] = mx.concatenate([weights[name][:-1], mx.array([value])])
+
+    return lambda source: _weights(source, change)
+
+
+def _integers(source: Path) -> None:
+    _weights(source, lambda w: w.update({LATE: w[LATE].astype(mx.int32)}))
+
+
+def _truncate(source: Path) -> None:
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-99])
+
+
+def _cyclic_shard(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").symlink_to("model.safetensors")
+
+
+def _cyclic_folder(source: Path) -> None:
+    shutil.rmtree(source)
+    source.symlink_to(source.name)
+
+
+def _drafter(source: Path) -> None:
+    shutil.rmtree(source)
+    write_tiny_drafter(source)
+
+
+class Fault(NamedTuple):
+    name: str
+    make: Callable[[Path], Any]
+    sentence: str  # {m}: the source
+    recipe: Recipe = Recipe()
+
+
+FAULTS = [
+    Fault("truncated", _truncate, "{m}/model.safetensors has * bytes, its header describes *;"),
+    Fault("integers", _integers, f"{LATE} of {{m}} is stored as int32;"),
+    Fault("nan", _put(LATE, float("nan")), f"{LATE} of {{m}} holds numbers that are not finite in"),
+    Fault(
+        "too large",
+        _put(LATE, 1e6),
+        f"{LATE} of {{m}} holds numbers that are not finite in float16; use another --dtype.",
+        Recipe(dtype="float16"),
+    ),
+    Fault("no tokenizer", lambda m: (m / "tokenizer.json").unlink(), "{m} has no tokenizer: "),
+    Fault(
+        "another tokenizer",
+        lambda m: write_folder(m, tiny_config("qwen3", vocab_size=96)),
+        "The tokenizer of {m} gives id *, and the model knows ids up to 95;",
+    ),
+    Fault(
+        "gptq",
+        lambda m: _config(m, quantization_config={"quant_method": "gptq"}),
+        "{m} is quantized by gptq, which is not supported;",
+    ),
+    Fault(
+        "family",
+        lambda m: _config(m, model_type="rwkv"),
+        "The config's model_type 'rwkv' is not supported; use a model of one of llama, qwen3",
+    ),
+    Fault("drafter", _drafter, "{m} is a DFlash drafter, not a model;"),
+    Fault("cyclic shard", _cyclic_shard, "{m}/model.safetensors cannot be read or written (*);"),
+    Fault("cyclic folder", _cyclic_folder, "The model '{m}' does not exist: "),
+    Fault("nothing", shutil.rmtree, "The model '{m}' does not exist: "),
+]
+
+
+def matches(sentence: str, pattern: str) -> bool:
+    return re.match(re.escape(pattern).replace(r"\*", ".*"), sentence) is not None
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_bad_input_gets_a_sentence_and_leaves_nothing(tmp_path: Path, fault: Fault) -> None:
+    source = write_source(tmp_path / "m")
+    fault.make(source)
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    with pytest.raises(DFlashError) as caught:
+        convert(Order(str(source), tmp_path / "q", fault.recipe, shard_bytes=10_000))
+    pattern = fault.sentence.replace("{m}", str(source))
+    assert matches(str(caught.value), pattern), caught.value
+    assert "\n" not in str(caught.value)
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
+    source, drafter = write_source(tmp_path / "m"), write_tiny_drafter(tmp_path / "d")
+    _config(drafter, num_target_layers=9)
+    with pytest.raises(MismatchError, match="was made for a target of 9 layers, the target has 2"):
+        convert(Order(str(source), tmp_path / "q", drafter=str(drafter)))
+    with pytest.raises(UsageError, match="--draft-bits needs a drafter; name one with --drafter"):
+        convert(Order(str(source), tmp_path / "q", draft_bits=4))
+    assert not (tmp_path / "q").exists()
+
+
+def _full(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda q: (q.mkdir(), _full(q)), "{q} exists already; delete it or give another folder."),
+        (lambda q: q.write_text("mine"), "{q} exists already; delete it or give another folder."),
+        (lambda q: q.symlink_to(q.name), "{q} exists already; delete it or give another folder."),
+        (lambda q: q.parent.rmdir(), "The folder {p} does not exist; make it or give another."),
+    ],
+    ids=["full", "file", "cyclic", "nowhere"],
+)
+def test_a_destination_in_use_is_left_alone(
+    tmp_path: Path, make: Callable[[Path], Any], sentence: str
+) -> None:
+    source = write_source(tmp_path / "m")
+    place = tmp_path / "p/q"
+    place.parent.mkdir()
+    make(place)
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    with pytest.raises(UsageError) as caught:
+        convert(Order(str(source), place))
+    assert str(caught.value) == sentence.format(q=place, p=place.parent)
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+def test_a_read_only_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_source(tmp_path / "m")
+    place = tmp_path / "locked"
+    place.mkdir(mode=0o555)
+    if os.geteuid() == 0:  # permission bits do not bind root
+
+        def locked(path: Any, *_: Any) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+        monkeypatch.setattr(os, "mkdir", locked)
+    with pytest.raises(UsageError, match=r"/q cannot be written or read \(.*\); give a folder of"):
+        convert(Order(str(source), place / "q"))
+    assert list(place.iterdir()) == []
+
+
+def test_an_empty_folder_stays_when_the_conversion_fails(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "m")
+    _put(LATE, float("inf"))(source)
+    (tmp_path / "q").mkdir()
+    with pytest.raises(CheckpointError):
+        convert(Order(str(source), tmp_path / "q"))
+    assert list((tmp_path / "q").iterdir()) == []
+
+
+def test_too_little_disk_is_refused_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source(tmp_path / "m")
+    usage = shutil.disk_usage(tmp_path)._replace(free=63_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UsageError) as caught:
+        convert(Order(str(source), tmp_path / "q"))
+    assert str(caught.value) == (
+        f"The disk of {tmp_path} has 0.06 GB free, and 0.06 GB are needed (0.00 GB to write); "
+        "free some or give a folder on another disk."
+    )
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "m")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))  # a file's, really refused
+    try:
+        with pytest.raises(UsageError, match=r"There is no room left for .*/q "):
+            convert(Order(str(source), tmp_path / "q"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "q").exists()
+
+
+def test_no_room_at_the_very_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source(tmp_path / "m")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dflash_mlx.convert.order.result_config", full)
+    with pytest.raises(UsageError, match="There is no room left"):
+        convert(Order(str(source), tmp_path / "q"))
+    assert not (tmp_path / "q").exists()
+
+
+def repo_of(folder: Path) -> FakeRepo:
+    return FakeRepo(bytes_of(folder))
+
+
+@pytest.mark.parametrize("what", ["family", "drafter", "disk"])
+def test_refusals_come_before_the_download(
+    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    source = write_source(tmp_path / "m")
+    sentence = "The disk of .* has 0.06 GB free, and .* are needed .*to fetch and .* to write"
+    if what == "family":
+        _config(source, model_type="rwkv")
+        sentence = "'rwkv' is not supported; use a model of one of llama, qwen3"
+    elif what == "drafter":
+        _drafter(source)
+        sentence = "org/m is a DFlash drafter, not a model"
+    else:
+        usage = shutil.disk_usage(tmp_path)._replace(free=63_000_000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    server.repos["org/m"] = repo_of(source)
+    with pytest.raises(DFlashError, match=sentence):
+        convert(Order("org/m", tmp_path / "q"))
+    assert server.gets("model.safetensors") == []
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_hub_repo_is_converted_with_its_commit(tmp_path: Path, server: FakeHub) -> None:
+    source = write_source(tmp_path / "m")
+    server.repos["org/m"] = repo_of(source)
+    order = Order("org/m", tmp_path / "q")
+    dry = convert(replace(order, dry_run=True), show_fetch=False)
+    assert server.gets("model.safetensors") == []
+    wanted = sum(len(b) for n, b in bytes_of(source).items())
+    assert dry.download_bytes == wanted
+    report = convert(order, show_fetch=False)
+    assert report.revision == "a" * 40
+    assert abs(dry.result_bytes / report.result_bytes - 1) < 1  # the source holds 32 bits here
+    config = json.loads((tmp_path / "q/config.json").read_text())
+    assert config["conversion"]["revision"] == "a" * 40
+    assert hub.preview("org/m") is None  # it is here now
