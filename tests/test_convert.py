@@ -45,7 +45,7 @@ def test_every_family_is_read_alike_by_us_and_by_mlx_lm(tmp_path: Path, family: 
     assert off(our_logits(tmp_path / "q", keep=True), expected) <= 1e-4
     # Quantized, and still the model it was; the median, since a router may choose otherwise.
     changed = float(np.median(np.abs(our_logits(source) - expected)))
-    assert 0.0005 < changed < 0.1 * expected.std()
+    assert 0.0005 < changed < 0.2 * expected.std()
     assert report.modules_quantized == len([n for n in tensors_of(tmp_path / "q") if "scales" in n])
 
 
