@@ -73,8 +73,8 @@ def _load_folder(folder: Path, precision: Precision) -> Target:
     groups = _Groups.read(folder, config)
     model = build_target(config)
     weights = read_weights(folder)
-    if not is_mlx_format(folder):
-        family_of(config).remap_hf(weights, config)
+    family = family_of(config)
+    (family.remap_mlx if is_mlx_format(folder) else family.remap_hf)(weights, config)
     _drop_harmless(weights, config)
     dtype = precision.dtype
     if dtype is None:
@@ -131,7 +131,8 @@ class _Groups:
 
     def of(self, path: str) -> dict[str, Any]:
         """group_size, bits and mode of a quantized module; CheckpointError when not stated."""
-        exception = self.by_path.get(path)
+        # MLX conversions of multimodal checkpoints hold the language model under this name.
+        exception = self.by_path.get(path, self.by_path.get(f"language_model.{path}"))
         groups = {**self.common, **(exception if isinstance(exception, Mapping) else {})}
         if not groups or exception is False:
             raise CheckpointError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.models import llama, qwen3
+from dflash_mlx.models import gemma4, llama, qwen3
 from dflash_mlx.models.decoder import DecoderTarget
 
 Weights = dict[str, mx.array]
@@ -23,14 +23,17 @@ class Family(NamedTuple):
 
     remap_hf: renames, splits or drops by name, in place, what a Hugging Face checkpoint of the
     family holds otherwise than the model; not called for checkpoints in MLX's format.
+    remap_mlx: the same for checkpoints in MLX's format.
     """
 
     build: Callable[[Mapping[str, Any]], DecoderTarget]
     remap_hf: Callable[[Weights, Mapping[str, Any]], None] = _same_names
+    remap_mlx: Callable[[Weights, Mapping[str, Any]], None] = _same_names
 
 
 # by config.json's model_type
 FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(gemma4.MODEL_TYPES, Family(gemma4.build, gemma4.remap, gemma4.remap)),
     "llama": Family(llama.build),
     "qwen3": Family(qwen3.build),
 }
