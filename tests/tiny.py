@@ -93,10 +93,13 @@ def target_of(config: dict[str, Any], seed: int = 0) -> DecoderTarget:
     """The target of a config, with the weights of `tiny_weights`."""
     import mlx.core as mx
 
-    from dflash_mlx.models import build_target
+    from dflash_mlx.models import family_of
 
-    target = build_target(config)
-    target.load_weights([(k, mx.array(v)) for k, v in tiny_weights(config, seed).items()])
+    family = family_of(config)
+    target = family.build(config)
+    weights = {name: mx.array(array) for name, array in tiny_weights(config, seed).items()}
+    family.remap_hf(weights, config)
+    target.load_weights(list(weights.items()))
     mx.eval(target.parameters())
     return target
 

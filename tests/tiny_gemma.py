@@ -93,9 +93,7 @@ def gemma_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray
     def norm(name: str, size: int, mean: float = 1.0, key: str = "weight") -> None:
         weights[f"{name}.{key}"] = mean + 0.3 * rng.standard_normal(size)
 
-    weights["model.embed_tokens.weight"] = 0.2 * rng.standard_normal(
-        (config["vocab_size"], hidden)
-    )
+    weights["model.embed_tokens.weight"] = 0.2 * rng.standard_normal((config["vocab_size"], hidden))
     for index, kind in enumerate(config["layer_types"]):
         layer, shared = f"model.layers.{index}", index >= count - config["num_kv_shared_layers"]
         _attention(config, f"{layer}.self_attn", kind, matrix, norm, rng, weights, shared=shared)

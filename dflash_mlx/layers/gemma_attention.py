@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from dflash_mlx.cache import BorrowedCache, KVCache, WindowCache
+from dflash_mlx.layers.attention import causal_mask
 from dflash_mlx.layers.rope import Rope
 from dflash_mlx.segment import Segment, by_segment, rejoin
 
@@ -61,10 +60,7 @@ class GemmaAttention(nn.Module):
         parts = [by_segment(queries, segments)]
         if not self.borrows:
             parts += [by_segment(part, segments) for part in self._keys_and_values(x)]
-        attended = [
-            self._attend(cache, *part)
-            for cache, *part in zip(caches, *parts, strict=True)
-        ]
+        attended = [self._attend(cache, *part) for cache, *part in zip(caches, *parts, strict=True)]
         return self.o_proj(rejoin(attended))
 
     def _keys_and_values(self, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -94,17 +90,3 @@ class GemmaAttention(nn.Module):
         mask = causal_mask(rows, keys.shape[2], self.window)
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
         return out.transpose(0, 2, 1, 3).reshape(1, rows, -1)
-
-
-def causal_mask(rows: int, keys: int, window: int | None) -> mx.array | str | None:
-    """The mask of the last `rows` of `keys` positions; None when every query sees all."""
-    if rows == 1 and (window is None or keys <= window):
-        return None
-    return "causal" if window is None or keys <= window else _window_mask(rows, keys, window)
-
-
-@lru_cache(maxsize=16)
-def _window_mask(rows: int, keys: int, window: int) -> mx.array:
-    """[rows, keys], True where visible. Made by numpy, so that any thread may read it."""
-    behind = keys - rows + np.arange(rows)[:, None] - np.arange(keys)[None]
-    return mx.array((behind >= 0) & (behind < window))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.models import gemma4, llama, qwen3
+from dflash_mlx.models import gemma4, llama, qwen3, qwen3_moe
 from dflash_mlx.models.decoder import DecoderTarget
 
 Weights = dict[str, mx.array]
@@ -33,9 +33,10 @@ class Family(NamedTuple):
 
 # by config.json's model_type
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(gemma4.MODEL_TYPES, Family(gemma4.build, gemma4.remap, gemma4.remap)),
     "llama": Family(llama.build),
     "qwen3": Family(qwen3.build),
+    "qwen3_moe": Family(qwen3_moe.build, qwen3_moe.remap_hf),
+    **dict.fromkeys(gemma4.MODEL_TYPES, Family(gemma4.build, gemma4.remap, remap_mlx=gemma4.remap)),
 }
 
 

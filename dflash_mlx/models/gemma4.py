@@ -14,8 +14,11 @@ import mlx.nn as nn
 from dflash_mlx.cache import BorrowedCache, CacheStack, KVCache, WindowCache
 from dflash_mlx.layers.gemma_attention import GemmaAttention
 from dflash_mlx.layers.mlp import MLP, geglu
+from dflash_mlx.layers.moe import Experts, mixed, top_k_softmax
 from dflash_mlx.models.decoder import DecoderTarget
+from dflash_mlx.models.experts import stack_experts
 from dflash_mlx.models.gemma4_config import (
+    ExpertPlan,
     Gemma4Config,
     LayerPlan,
     read_gemma4_config,
@@ -77,12 +80,64 @@ class Gemma4Layer(nn.Module):
         return self.mlp(self.pre_feedforward_layernorm(h))
 
 
+class Router(nn.Module):
+    """Chooses a row's experts, by what the row is before the feed-forward's norm."""
+
+    def __init__(self, hidden_size: int, plan: ExpertPlan, eps: float) -> None:
+        super().__init__()
+        self.top_k, self.eps, self.root = plan.top_k, eps, hidden_size**-0.5
+        self.proj = nn.Linear(hidden_size, plan.experts, bias=False)
+        self.scale = mx.ones((hidden_size,))
+        self.per_expert_scale = mx.ones((plan.experts,))
+
+    def __call__(self, h: mx.array) -> tuple[mx.array, mx.array]:
+        """[..., H] -> indices and weights of the experts [..., k]."""
+        logits = self.proj(mx.fast.rms_norm(h, self.scale * self.root, self.eps))
+        indices, weights = top_k_softmax(logits, self.top_k)
+        return indices, weights * self.per_expert_scale[indices]
+
+
+class RoutedExperts(nn.Module):
+    def __init__(self, hidden_size: int, plan: ExpertPlan) -> None:
+        super().__init__()
+        self.switch_glu = Experts(
+            plan.experts, hidden_size, plan.intermediate_size, activation=geglu
+        )
+
+    def __call__(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        """[..., H] -> [..., H]."""
+        return mixed(self.switch_glu(x, indices), weights)
+
+
+class Gemma4SparseLayer(Gemma4Layer):
+    """A layer whose feed-forward is the dense MLP and, beside it, routed experts."""
+
+    def __init__(self, config: Gemma4Config, plan: LayerPlan, experts: ExpertPlan) -> None:
+        super().__init__(config, plan)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.router = Router(hidden, experts, eps)
+        self.experts = RoutedExperts(hidden, experts)
+        self.post_feedforward_layernorm_1 = nn.RMSNorm(hidden, eps=eps)
+        self.pre_feedforward_layernorm_2 = nn.RMSNorm(hidden, eps=eps)
+        self.post_feedforward_layernorm_2 = nn.RMSNorm(hidden, eps=eps)
+
+    def _feed_forward(self, h: mx.array) -> mx.array:
+        dense = self.post_feedforward_layernorm_1(super()._feed_forward(h))
+        routed = self.experts(self.pre_feedforward_layernorm_2(h), *self.router(h))
+        return dense + self.post_feedforward_layernorm_2(routed)
+
+
 class Gemma4Target(DecoderTarget):
     """Embeddings are scaled by √H, also those that drafters borrow; logits are soft-capped."""
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__(
-            [Gemma4Layer(config, plan) for plan in config.layers],
+            [
+                Gemma4Layer(config, plan)
+                if config.experts is None
+                else Gemma4SparseLayer(config, plan, config.experts)
+                for plan in config.layers
+            ],
             nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -141,3 +196,4 @@ def remap(weights: dict[str, mx.array], config: Mapping[str, Any]) -> None:
             own = name
         if not own.startswith(tuple(unused)):
             weights[own] = array
+    stack_experts(weights, text.get("num_experts") or 0, "experts.switch_glu")

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.layers.rope import Rope, proportional_rope, rope_from_config, rope_type
-from dflash_mlx.models.config import flag, positive_float, positive_int, warn_unread
+from dflash_mlx.models.config import flag, positive_float, positive_int, refuse, warn_unread
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -128,9 +128,7 @@ def _refuse_unsupported(text: Mapping[str, Any], model_type: str) -> None:
         ("rope_traditional", (None, False)),
     ):
         if text.get(key) not in supported:
-            raise CheckpointError(
-                f"The config's {key} = {text[key]!r} is not supported; use a checkpoint without it."
-            )
+            refuse(key, text[key])
 
 
 def _expert_plan(text: Mapping[str, Any]) -> ExpertPlan | None:
@@ -180,10 +178,7 @@ def _layer_kinds(text: Mapping[str, Any]) -> list[str]:
     if not isinstance(kinds, list) or len(kinds) != count:
         _wrong("layer_types", kinds, f"a list of {count} kinds")
     if other := sorted({str(kind) for kind in kinds} - {SLIDING, FULL}):
-        raise CheckpointError(
-            f"The config's layer_types = {', '.join(other)!r} is not supported; use a checkpoint "
-            f"of {SLIDING} and {FULL} layers."
-        )
+        refuse("layer_types", ", ".join(other))
     if kinds[-1] != FULL:
         # transformers would run another layer than the one the config states.
         _wrong("last of layer_types", kinds[-1], FULL)
