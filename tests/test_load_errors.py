@@ -203,7 +203,7 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "unknown family",
         lambda f: _edit(f, model_type="mamba"),
-        "The config's model_type 'mamba' is not supported; use a model of one of llama, qwen3.",
+        "The config's model_type 'mamba' is not supported; use a model of one of llama, *.",
     ),
     (
         "gptq",

@@ -67,7 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "enable_moe_block": True,
         "num_experts": 6,
         "top_k_experts": 2,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 16,
     },
 }
 
