@@ -110,15 +110,20 @@ class _Groups:
 
     @classmethod
     def read(cls, folder: Path, config: Mapping[str, Any]) -> _Groups:
-        """MLX's `quantization` object; any other quantization is refused by name."""
+        """MLX's `quantization` object, or what the family makes of its own HF checkpoints' method.
+
+        Any other quantization is refused by name.
+        """
         foreign = config.get("quantization_config")
         own = config.get("quantization")
         method = foreign.get("quant_method") if isinstance(foreign, Mapping) else foreign
-        if method or (foreign and not own):
+        known = family_of(config).quantization(method) if isinstance(method, str) else None
+        if (method and known is None) or (foreign and not (own or known)):
             raise CheckpointError(
                 f"{folder} is quantized by {method or 'an unnamed method'}, which is not "
                 "supported; use the unquantized checkpoint, an MLX or a GGUF conversion."
             )
+        own = known if own is None else own
         if own is None:
             return cls({}, {})
         if not isinstance(own, Mapping) or not {"group_size", "bits"} <= own.keys():
@@ -133,7 +138,10 @@ class _Groups:
         """group_size, bits and mode of a quantized module; CheckpointError when not stated."""
         # MLX conversions of multimodal checkpoints hold the language model under this name.
         exception = self.by_path.get(path, self.by_path.get(f"language_model.{path}"))
-        groups = {**self.common, **(exception if isinstance(exception, Mapping) else {})}
+        groups = dict(self.common)
+        if isinstance(exception, Mapping):
+            # As MLX reads it: an exception without a mode is affine, whatever the others are.
+            groups = {**groups, "mode": "affine", **exception}
         if not groups or exception is False:
             raise CheckpointError(
                 f"{path} has quantized weights, but the config states no quantization for it; "

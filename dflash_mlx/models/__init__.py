@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.models import gemma4, llama, qwen3, qwen3_moe
+from dflash_mlx.models import gemma4, gpt_oss, llama, qwen3, qwen3_moe
 from dflash_mlx.models.decoder import DecoderTarget
 
 Weights = dict[str, mx.array]
@@ -18,16 +18,23 @@ def _same_names(weights: Weights, config: Mapping[str, Any]) -> None:
     """The checkpoint's names are the model's."""
 
 
+def _unquantized(method: str) -> None:
+    """The family's HF checkpoints come unquantized."""
+
+
 class Family(NamedTuple):
     """build: config.json -> a model with unset weights.
 
     remap_hf: renames, splits or drops by name, in place, what a Hugging Face checkpoint of the
     family holds otherwise than the model; not called for checkpoints in MLX's format.
-    remap_mlx: the same for checkpoints in MLX's format.
+    quantization: a HF config's quant_method -> MLX's `quantization` object for what remap_hf
+    makes of such a checkpoint; None for a method that is not supported.
+    remap_mlx: as remap_hf, for checkpoints in MLX's format.
     """
 
     build: Callable[[Mapping[str, Any]], DecoderTarget]
     remap_hf: Callable[[Weights, Mapping[str, Any]], None] = _same_names
+    quantization: Callable[[str], Mapping[str, Any] | None] = _unquantized
     remap_mlx: Callable[[Weights, Mapping[str, Any]], None] = _same_names
 
 
@@ -36,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(llama.build),
     "qwen3": Family(qwen3.build),
     "qwen3_moe": Family(qwen3_moe.build, qwen3_moe.remap_hf),
+    "gpt_oss": Family(gpt_oss.build, gpt_oss.remap_hf, gpt_oss.quantization),
     **dict.fromkeys(gemma4.MODEL_TYPES, Family(gemma4.build, gemma4.remap, remap_mlx=gemma4.remap)),
 }
 
