@@ -35,6 +35,15 @@ WIDE = {
     "hidden_size_per_layer_input": 0,
     "attention_bias": False,
 }
+# As released checkpoints call them; transformers renames the unified model's vision_embedder.
+_OTHER_MODALITIES = (
+    "audio_tower.",
+    "embed_audio.",
+    "embed_vision.",
+    "multi_modal_projector.",
+    "vision_embedder.",
+    "vision_tower.",
+)
 LAYOUTS = ["gemma4", "gemma4_shared", "gemma4_moe", "gemma4_untied", "gemma4_unified"]
 
 
@@ -67,11 +76,8 @@ def multimodal_weights(text: dict[str, Any]) -> dict[str, np.ndarray]:
         name.replace("model.", "model.language_model.", 1): array
         for name, array in gemma_weights(text).items()
     }
-    for name in (
-        "vision_tower.patch.weight",
-        "embed_vision.proj.weight",
-        "audio_tower.x.input_max",
-    ):
+    for part in _OTHER_MODALITIES:
+        name = f"{part}piece.weight"
         weights[f"model.{name}"] = np.ones((2, 2), np.float32)
     return weights
 
