@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+# Values of model_type, whose tests are test_gemma4*.py.
+FAMILIES = frozenset({"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"})
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 _BASE: dict[str, Any] = {
