@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tiny_gemma
 import tiny_hybrid
 from tiny_experts import EXPERT_FAMILIES, expert_weights, is_sparse
 
@@ -40,6 +41,8 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     """config.json of a tiny model; qwen3's heads (4 x 16) are wider than its hidden size."""
     if family in tiny_hybrid.VARIANTS:
         return tiny_hybrid.hybrid_config(family, **overrides)
+    if family in tiny_gemma.VARIANTS:
+        return tiny_gemma.gemma_config(family, **overrides)
     return {**_COMMON, **_FAMILIES[family], **overrides}
 
 
@@ -50,6 +53,8 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
     """
     if config["model_type"] in tiny_hybrid.MODEL_TYPES:
         return tiny_hybrid.hybrid_weights(config, seed)
+    if config["model_type"].startswith("gemma4"):
+        return tiny_gemma.gemma_weights(config, seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim") or hidden // heads

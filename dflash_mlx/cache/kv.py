@@ -29,6 +29,13 @@ class KVCache(LayerCache):
         self.keys[:, :, self.length : end] = keys
         self.values[:, :, self.length : end] = values
         self.pending = rows
+        return self.written()
+
+    def written(self) -> tuple[mx.array, mx.array]:
+        """What the last write returned; only after one."""
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.length + self.pending
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def commit(self, n: int) -> None:

@@ -34,6 +34,14 @@ class WindowCache(LayerContext, LayerCache):
         self.pending = keys.shape[2]
         return self.with_block(keys, values)
 
+    def written(self) -> tuple[mx.array, mx.array]:
+        """What the last write returned; only after one."""
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.length - self.start
+        rows = slice(end - self.visible, end + self.pending)
+        return self.keys[:, :, rows], self.values[:, :, rows]
+
     def commit(self, n: int) -> None:
         self._check_commit(n)
         self.length += n

@@ -81,6 +81,23 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
     return Rope(periods if factors is None else periods * factors, magnitude)
 
 
+def proportional_rope(scaling: Mapping[str, Any], head_dim: int) -> Rope:
+    """Gemma 4's kind: the first partial_rotary_factor of the pairs turn, the others stand still.
+
+    Unlike a partial rope of `head_dim * partial_rotary_factor` dimensions, pairs and periods are
+    those of the whole head.
+    """
+    share = _number(scaling, "partial_rotary_factor", 1.0)
+    if share > 1.0:
+        raise CheckpointError(
+            f"The config's partial_rotary_factor {share} is more than 1; correct config.json."
+        )
+    turning = int(share * head_dim // 2)
+    pairs = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    periods = _number(scaling, "rope_theta") ** pairs * _number(scaling, "factor", 1.0)
+    return Rope(np.where(np.arange(head_dim // 2) < turning, periods, np.inf))
+
+
 def rope_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     """rope_parameters or rope_scaling of the config; empty when neither is set."""
     found = []

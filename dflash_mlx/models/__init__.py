@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.models import gpt_oss, llama, qwen3, qwen3_5, qwen3_moe, qwen3_next
+from dflash_mlx.models import gemma4, gpt_oss, llama, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from dflash_mlx.models.decoder import DecoderTarget
 from dflash_mlx.models.hybrid import KEEP_TYPE
 
@@ -57,6 +57,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "qwen3_next": Family(qwen3_next.build, qwen3_next.remap_hf, keep_type=KEEP_TYPE),
+    **dict.fromkeys(gemma4.MODEL_TYPES, Family(gemma4.build, gemma4.remap, remap_mlx=gemma4.remap)),
 }
 
 

@@ -122,8 +122,13 @@ def refuse_unsupported(config: Mapping[str, Any], own_keys: Collection[str] = ()
     layer_types = config.get("layer_types") or []
     if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
         refuse("layer_types", ", ".join(other))
-    known = _INERT | _ROPE_KEYS | _NEUTRAL.keys() | {"layer_types"}
-    known |= DenseConfig.__dataclass_fields__.keys()
+    known = _ROPE_KEYS | _NEUTRAL.keys() | {"layer_types"}
+    warn_unread(config, known | DenseConfig.__dataclass_fields__.keys())
+
+
+def warn_unread(config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Warn of keys that are neither `known` nor about training, generation or files."""
+    known = {*known, *_INERT}
     unread = [k for k in config if k not in known and config[k] not in (None, False, "", [], {})]
     if unread:
         _log.warning("Keys of config.json that are not known and not used: %s", ", ".join(unread))

@@ -1,0 +1,38 @@
+"""The cache of a layer that attends to the keys and values of an earlier layer: counts, no rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from dflash_mlx.cache.base import LayerCache
+from dflash_mlx.cache.kv import KVCache
+from dflash_mlx.cache.window import WindowCache
+
+
+class BorrowedCache(LayerCache):
+    """Rows of `lender`, the cache of an earlier layer of the same sequence.
+
+    The lender commits and rewinds its rows itself; this cache keeps count, since by the time it is
+    told, the lender may have been told already.
+    """
+
+    def __init__(self, lender: KVCache | WindowCache) -> None:
+        self.lender = lender
+
+    def read(self) -> tuple[mx.array, mx.array]:
+        """What the lender's last write returned: the rows that this forward's queries may see."""
+        self.pending = self.lender.pending
+        return self.lender.written()
+
+    def commit(self, n: int) -> None:
+        self._check_commit(n)
+        self.length += n
+        self.pending = 0
+
+    def rewind(self, length: int) -> bool:
+        self.length = min(self.length, length)
+        self.pending = 0
+        return True
+
+    def arrays(self) -> list[mx.array]:
+        return []
