@@ -260,7 +260,7 @@ def load(
     fetched = hub.fetch(found.target_spec, revision=wanted, kind="model", progress=progress)
     target = load_target(fetched.path, dtype)
     tokenizer = load_tokenizer(fetched.path)
-    model = found.pair.name if found.pair else name
+    model = found.label
 
     def open_draft() -> Drafter:
         assert found.drafter_spec is not None
@@ -276,11 +276,16 @@ def load(
         reason = "drafting is switched off"
     elif found.drafter_spec is None:
         reason = f"no drafter is known for {model}"
+        if offer := registry.offer(model, hub.base_models(fetched.path)):
+            reason += f"; {offer}"
+            warnings = [f"Decoding plainly: {reason}."]
     elif given is not None:
         drafter, reason = open_draft(), "the drafter given"
     else:
         try:
             drafter, reason = open_draft(), f"the registry's drafter for {model}"
+            assert found.pair is not None
+            warnings = found.pair.disagreements(drafter.taps, drafter.block_size)
         except DFlashError as error:
             reason = f"the drafter {found.drafter_spec} could not be used: {error}"
             warnings = [f"Decoding plainly, since {reason}"]
