@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -73,15 +73,16 @@ def _load_folder(folder: Path, precision: Precision) -> Target:
     groups = _Groups.read(folder, config)
     model = build_target(config)
     weights = read_weights(folder)
-    if not is_mlx_format(folder):
-        family_of(config).remap_hf(weights, config)
+    family = family_of(config)
+    (family.remap_mlx if is_mlx_format(folder) else family.remap_hf)(weights, config)
     _drop_harmless(weights, config)
     dtype = precision.dtype
     if dtype is None:
         scales = [a.dtype for name, a in weights.items() if name.endswith(".scales")]
         own = [kind for kind in scales if kind in _DTYPES.values()]
         dtype = own[0] if own else mx.bfloat16
-    _fill(model, weights, groups, folder, dtype, keep_quantized=precision.keep_quantized)
+    keep = precision.keep_quantized
+    _fill(model, weights, groups, folder, dtype, keep_quantized=keep, keep_type=family.keep_type)
     return model
 
 
@@ -110,15 +111,20 @@ class _Groups:
 
     @classmethod
     def read(cls, folder: Path, config: Mapping[str, Any]) -> _Groups:
-        """MLX's `quantization` object; any other quantization is refused by name."""
+        """MLX's `quantization` object, or what the family makes of its own HF checkpoints' method.
+
+        Any other quantization is refused by name.
+        """
         foreign = config.get("quantization_config")
         own = config.get("quantization")
         method = foreign.get("quant_method") if isinstance(foreign, Mapping) else foreign
-        if method or (foreign and not own):
+        known = family_of(config).quantization(method) if isinstance(method, str) else None
+        if (method and known is None) or (foreign and not (own or known)):
             raise CheckpointError(
                 f"{folder} is quantized by {method or 'an unnamed method'}, which is not "
                 "supported; use the unquantized checkpoint, an MLX or a GGUF conversion."
             )
+        own = known if own is None else own
         if own is None:
             return cls({}, {})
         if not isinstance(own, Mapping) or not {"group_size", "bits"} <= own.keys():
@@ -131,8 +137,12 @@ class _Groups:
 
     def of(self, path: str) -> dict[str, Any]:
         """group_size, bits and mode of a quantized module; CheckpointError when not stated."""
-        exception = self.by_path.get(path)
-        groups = {**self.common, **(exception if isinstance(exception, Mapping) else {})}
+        # MLX conversions of multimodal checkpoints hold the language model under this name.
+        exception = self.by_path.get(path, self.by_path.get(f"language_model.{path}"))
+        groups = dict(self.common)
+        if isinstance(exception, Mapping):
+            # As MLX reads it: an exception without a mode is affine, whatever the others are.
+            groups = {**groups, "mode": "affine", **exception}
         if not groups or exception is False:
             raise CheckpointError(
                 f"{path} has quantized weights, but the config states no quantization for it; "
@@ -154,6 +164,7 @@ def _fill(
     dtype: mx.Dtype,
     *,
     keep_quantized: bool,
+    keep_type: Collection[str] = (),
 ) -> None:
     """Move `weights` into `model`, one module's at a time, emptying the dict."""
     quantized = sorted(n.removesuffix(".scales") for n in weights if n.endswith(".scales"))
@@ -174,7 +185,7 @@ def _fill(
             )
     for name in expected:
         array = weights.pop(name)
-        if mx.issubdtype(array.dtype, mx.floating):
+        if mx.issubdtype(array.dtype, mx.floating) and name.split(".")[-1] not in keep_type:
             array = array.astype(dtype)
         mx.eval(array)
         model.update(tree_unflatten([(name, array)]))

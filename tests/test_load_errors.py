@@ -17,6 +17,7 @@ from tiny import tiny_config, tiny_weights
 
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.loader import Precision, load_target, load_target_as
+from dflash_mlx.models import FAMILIES
 from dflash_mlx.weights import read_config, read_weights
 
 # Each fault changes a good folder; the sentence is the whole message.
@@ -203,7 +204,8 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "unknown family",
         lambda f: _edit(f, model_type="mamba"),
-        "The config's model_type 'mamba' is not supported; use a model of one of llama, qwen3.",
+        "The config's model_type 'mamba' is not supported; use a model of one of "
+        f"{', '.join(FAMILIES)}.",
     ),
     (
         "gptq",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tiny_hybrid
+from tiny_experts import EXPERT_FAMILIES, expert_weights, is_sparse
 
 if TYPE_CHECKING:
     from dflash_mlx.models.decoder import DecoderTarget
@@ -30,11 +32,14 @@ _COMMON: dict[str, Any] = {
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    **EXPERT_FAMILIES,
 }
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     """config.json of a tiny model; qwen3's heads (4 x 16) are wider than its hidden size."""
+    if family in tiny_hybrid.VARIANTS:
+        return tiny_hybrid.hybrid_config(family, **overrides)
     return {**_COMMON, **_FAMILIES[family], **overrides}
 
 
@@ -43,6 +48,8 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
 
     Layers outweigh the embedding, or a tied head would only repeat the last token.
     """
+    if config["model_type"] in tiny_hybrid.MODEL_TYPES:
+        return tiny_hybrid.hybrid_weights(config, seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim") or hidden // heads
@@ -65,10 +72,15 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
         matrix(f"{layer}.self_attn.k_proj", kv_heads * dim, hidden, 1.5, bias)
         matrix(f"{layer}.self_attn.v_proj", kv_heads * dim, hidden, 1.5, bias)
         matrix(f"{layer}.self_attn.o_proj", hidden, heads * dim, 1.5, bias)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             norm(f"{layer}.self_attn.q_norm", dim)
             norm(f"{layer}.self_attn.k_norm", dim)
+        if config["model_type"] == "gpt_oss":
+            weights[f"{layer}.self_attn.sinks"] = 1.0 + rng.standard_normal(heads)
         norm(f"{layer}.post_attention_layernorm", hidden)
+        if is_sparse(config, index):
+            weights |= expert_weights(config, f"{layer}.mlp", rng)
+            continue
         mlp_bias = config.get("mlp_bias", False)
         matrix(f"{layer}.mlp.gate_proj", inner, hidden, 1.5, mlp_bias)
         matrix(f"{layer}.mlp.up_proj", inner, hidden, 1.5, mlp_bias)
@@ -86,12 +98,18 @@ def tiny_target(family: str, seed: int = 0, **overrides: Any) -> DecoderTarget:
 
 def target_of(config: dict[str, Any], seed: int = 0) -> DecoderTarget:
     """The target of a config, with the weights of `tiny_weights`."""
+    return target_with(config, tiny_weights(config, seed))
+
+
+def target_with(config: dict[str, Any], weights: dict[str, np.ndarray]) -> DecoderTarget:
+    """The target of a config with weights by HF key, evaluated."""
     import mlx.core as mx
 
-    from dflash_mlx.models import build_target
+    from dflash_mlx.models import build_target, family_of
 
-    target = build_target(config)
-    target.load_weights([(k, mx.array(v)) for k, v in tiny_weights(config, seed).items()])
+    target, arrays = build_target(config), {k: mx.array(v) for k, v in weights.items()}
+    family_of(config).remap_hf(arrays, config)
+    target.load_weights(list(arrays.items()))
     mx.eval(target.parameters())
     return target
 

@@ -20,7 +20,8 @@ _Periods = np.ndarray  # [D/2] float64: 1 / angular frequency, positions per rad
 class Rope:
     """Rotates [B, H, T, D] by absolute positions offset .. offset + T - 1.
 
-    `magnitude` multiplies the result (YaRN's cos/sin factor; 1 for every other kind). With
+    With fewer periods than D / 2 the dimensions behind those stay as they are.
+    `magnitude` multiplies the rotated ones (YaRN's cos/sin factor; 1 for every other kind). With
     `theta`, unscaled periods are made by MLX itself, so logits equal mlx-lm's to the last bit.
     """
 
@@ -38,7 +39,8 @@ class Rope:
 
     def __call__(self, x: mx.array, offset: int) -> mx.array:
         if self.magnitude != 1.0:
-            x = x * self.magnitude
+            turned, kept = x[..., : self.dims] * self.magnitude, x[..., self.dims :]
+            x = mx.concatenate([turned, kept], axis=-1) if kept.size else turned
         return mx.fast.rope(
             x,
             self.dims,

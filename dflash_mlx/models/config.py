@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -71,13 +71,16 @@ class DenseConfig:
     mlp_bias: bool
 
 
-def read_dense_config(config: Mapping[str, Any], *, explicit_head_dim: bool) -> DenseConfig:
+def read_dense_config(
+    config: Mapping[str, Any], *, explicit_head_dim: bool, own_keys: Collection[str] = ()
+) -> DenseConfig:
     """Read the shared keys; absent optional ones take the defaults of HF's llama and qwen3.
 
     With `explicit_head_dim` the key head_dim is required, else it defaults to H / heads.
-    CheckpointError names a missing or malformed key and every setting that is not supported.
+    `own_keys` are those the family reads itself. CheckpointError names a missing or malformed key
+    and every setting that is not supported.
     """
-    refuse_unsupported(config)
+    refuse_unsupported(config, own_keys)
     hidden, heads = positive_int(config, "hidden_size"), positive_int(config, "num_attention_heads")
     if explicit_head_dim or config.get("head_dim") is not None:
         head_dim = positive_int(config, "head_dim")
@@ -107,14 +110,18 @@ def read_dense_config(config: Mapping[str, Any], *, explicit_head_dim: bool) -> 
     )
 
 
-def refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Refuse settings that would change the arithmetic; warn of keys nobody knows."""
+def refuse_unsupported(config: Mapping[str, Any], own_keys: Collection[str] = ()) -> None:
+    """Refuse settings that would change the arithmetic; warn of keys nobody knows.
+
+    `own_keys`, which the family reads itself, are not judged.
+    """
+    config = {key: value for key, value in config.items() if key not in own_keys}
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
-            _refuse(key, config[key])
+            refuse(key, config[key])
     layer_types = config.get("layer_types") or []
     if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
-        _refuse("layer_types", ", ".join(other))
+        refuse("layer_types", ", ".join(other))
     known = _INERT | _ROPE_KEYS | _NEUTRAL.keys() | {"layer_types"}
     known |= DenseConfig.__dataclass_fields__.keys()
     unread = [k for k in config if k not in known and config[k] not in (None, False, "", [], {})]
@@ -167,7 +174,8 @@ def _divided(total: int, part: int, total_key: str, part_key: str) -> int:
     return total // part
 
 
-def _refuse(key: str, value: Any) -> NoReturn:
+def refuse(key: str, value: Any) -> NoReturn:
+    """Raise the CheckpointError of a setting that is not supported."""
     raise CheckpointError(
         f"The config's {key} = {value!r} is not supported; use a checkpoint without it."
     )

@@ -1,0 +1,97 @@
+"""State of one gated delta-rule layer: it cannot be cut, so accepted rows are run again.
+
+S <- g_t S;  S <- S + beta_t (v_t - S k_t) k_t^T;  y_t = S q_t      (arXiv 2412.06464)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from dflash_mlx.cache.base import LayerCache
+
+
+class DeltaRows(NamedTuple):
+    """What T rows bring to the recurrence, all float32.
+
+    In 16 bits a decay near 1 would round to 1 and forget nothing.
+    """
+
+    queries: mx.array  # [1, T, Hk, Dk], scaled
+    keys: mx.array  # [1, T, Hk, Dk]
+    values: mx.array  # [1, T, Hv, Dv]
+    decay: mx.array  # [1, T, Hv], g in 0 .. 1
+    beta: mx.array  # [1, T, Hv], in 0 .. 1
+
+    def first(self, n: int) -> DeltaRows:
+        return DeltaRows(*(rows[:, :n] for rows in self))
+
+
+class RecurrentCache(LayerCache):
+    """The state S [1, Hv, Dv, Dk] (float32) and the convolution's last inputs [1, taps - 1, C].
+
+    Pending rows are kept beside the state from before them; `commit` runs the recurrence again
+    over the rows that stay. The recurrence goes row by row on MLX's CPU back-end, so that state
+    equals, bit for bit, the one of rows run one at a time. Nothing is evaluated here.
+    """
+
+    def __init__(self, taps: int) -> None:
+        self.taps = taps
+        self.state: mx.array | None = None
+        self.tail: mx.array | None = None
+        self._end: mx.array | None = None  # the state behind all pending rows
+        self._window: mx.array | None = None
+        self._rows: DeltaRows | None = None
+
+    def window(self, inputs: mx.array) -> mx.array:
+        """The convolution's inputs [1, T, C] behind the committed ones: [1, taps - 1 + T, C]."""
+        tail = self.tail
+        if tail is None:
+            tail = mx.zeros((1, self.taps - 1, inputs.shape[2]), inputs.dtype)
+        self._window = mx.concatenate([tail, inputs], axis=1)
+        return self._window
+
+    def advance(self, rows: DeltaRows) -> mx.array:
+        """Run T rows behind the committed ones: y [1, T, Hv, Dv]; they are pending then.
+
+        The same rows' inputs went through `window` before. A second forward before a commit
+        replaces the pending rows of the first.
+        """
+        out, self._end = _recur(rows, self.state)
+        self._rows = rows
+        self.pending = rows.keys.shape[1]
+        return out
+
+    def commit(self, n: int) -> None:
+        self._check_commit(n)
+        if n:
+            assert self._window is not None
+            assert self._rows is not None
+            whole = n == self.pending
+            self.state = self._end if whole else _recur(self._rows.first(n), self.state)[1]
+            # A copy: a view would hold the whole window's memory.
+            self.tail = mx.contiguous(self._window[:, n : n + self.taps - 1])
+        self.length += n
+        self._drop_pending()
+
+    def rewind(self, length: int) -> bool:
+        """Only to where it stands: earlier states are gone."""
+        if length != self.length:
+            return False
+        self._drop_pending()
+        return True
+
+    def arrays(self) -> list[mx.array]:
+        held = [self.state, self.tail, self._end, self._window, *(self._rows or ())]
+        return [a for a in held if a is not None]
+
+    def _drop_pending(self) -> None:
+        self.pending = 0
+        self._end = self._window = self._rows = None
+
+
+def _recur(rows: DeltaRows, state: mx.array | None) -> tuple[mx.array, mx.array]:
+    """y [1, T, Hv, Dv] and the state behind the rows; no state is a state of zeros."""
+    out, end = mx.fast.gated_delta_update(*rows, initial_state=state)
+    return out, end
