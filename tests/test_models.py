@@ -82,7 +82,10 @@ def test_wrong_settings_are_seen(golden: Golden) -> None:
     theta, eps = golden.config["rope_theta"], golden.config["rms_norm_eps"]
     faults: list[dict[str, Any]] = [{"rope_theta": 1.5 * theta}, {"rms_norm_eps": 0.9 * eps}]
     if scaling := golden.config.get("rope_scaling"):
-        faults += [{"rope_scaling": {"rope_type": "default"}}, {"rope_scaling": {**scaling, "factor": 6.0}}]
+        faults += [
+            {"rope_scaling": {"rope_type": "default"}},
+            {"rope_scaling": {**scaling, "factor": 6.0}},
+        ]
     for fault in faults:
         assert off(faulty_logits(golden, weights, **fault), golden.logits) > TEETH, fault
 

@@ -74,7 +74,7 @@ def expert_weights(
     weights = {f"{mlp}.gate.weight": matrix(count, hidden, gain=1.0, into=hidden)}
     for i in range(count):
         expert = f"{mlp}.experts.{i}"
-        weights[f"{expert}.gate_proj.weight"] = matrix(inner, hidden, gain=1.5, into=hidden)
-        weights[f"{expert}.up_proj.weight"] = matrix(inner, hidden, gain=1.5, into=hidden)
-        weights[f"{expert}.down_proj.weight"] = matrix(hidden, inner, gain=1.5, into=inner)
+        weights[f"{expert}.gate_proj.weight"] = matrix(inner, hidden, gain=2.5, into=hidden)
+        weights[f"{expert}.up_proj.weight"] = matrix(inner, hidden, gain=2.5, into=hidden)
+        weights[f"{expert}.down_proj.weight"] = matrix(hidden, inner, gain=2.5, into=inner)
     return weights

@@ -1,0 +1,116 @@
+"""Every family is lossless: plain greedy text for every accept length, window and chunk edges.
+
+A family joins by its name in FAMILIES; test_decode.py has llama and qwen3, and holds the loop
+itself to more than this.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from oracle import OracleDrafter, plain_forward, plain_logits
+from tiny import tiny_prompt, tiny_target
+
+from dflash_mlx.decode.sampling import SamplingParams
+from dflash_mlx.decode.session import Session
+from dflash_mlx.decode.stats import GenerationStats
+from dflash_mlx.segment import Segment
+
+FAMILIES = ["qwen3_moe", "gpt_oss"]
+TAPS = (0, 2)
+CHUNK = 16
+TOKENS = 32
+# Shorter than a window of 8, about a chunk, and longer than both together.
+LENGTHS = [1, 7, CHUNK, 2 * CHUNK + 9]
+PLANS = {"all": [99], "none": [0], "mixed": [0, 99, 2, 5, 1, 99, 99, 0, 3], "one": [1]}
+
+
+class Text:
+    """A prompt, its greedy continuation and the true features of both."""
+
+    def __init__(self, target, length: int) -> None:
+        self.prompt = tiny_prompt(target.vocab_size, length)
+        self.truth = checked_greedy(target, self.prompt, TOKENS)
+        _, self.features = plain_forward(target, self.prompt + self.truth, TAPS)
+
+
+def checked_greedy(target, prompt: list[int], n: int) -> list[int]:
+    """n greedy tokens, each the choice of one forward over the whole text without any cache.
+
+    The candidates come from single steps, which is quick; that forward judges all of them.
+    """
+    cache, ids, feed = target.make_cache(), list(prompt), list(prompt)
+    for _ in range(n):
+        hidden, _ = target.forward([Segment(mx.array(feed, dtype=mx.int32), cache)])
+        cache.commit(len(feed))
+        feed = [int(mx.argmax(target.logits(hidden)[0, -1]).item())]
+        ids += feed
+    logits = plain_logits(target, ids)[len(prompt) - 1 : -1]
+    assert logits.argmax(axis=-1).tolist() == ids[len(prompt) :]
+    best = np.sort(logits, axis=-1)
+    assert (best[:, -1] - best[:, -2]).min() > 1e-4, "a near tie may fall either way"
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    target = tiny_target(request.param)
+    return target, {length: Text(target, length) for length in LENGTHS}
+
+
+def expected_cycles(plan: list[int], block: int, n: int) -> list[tuple[int, int]]:
+    """(drafted, accepted) of each cycle of a loop that keeps what the plan accepts and one more."""
+    left, cycles = n - 1, []
+    while left > 1:
+        drafts = min(block - 1, left - 1)
+        cycles.append((drafts, min(plan[len(cycles) % len(plan)], drafts)))
+        left -= cycles[-1][1] + 1
+    return cycles
+
+
+def oracle(target, text: Text, block: int, plan: list[int]) -> OracleDrafter:
+    return OracleDrafter(
+        len(text.prompt),
+        text.truth,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        block_size=block,
+        taps=TAPS,
+        plan=plan,
+        features=text.features,
+    )
+
+
+def decode(session: Session, prompt: list[int]) -> tuple[list[int], GenerationStats]:
+    stats = GenerationStats()
+    steps = list(session.run(prompt, SamplingParams(), TOKENS, (), stats))
+    return [token for step in steps for token in step], stats
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("block", [2, 7, 16])
+@pytest.mark.parametrize("plan", PLANS)
+def test_drafts_never_change_the_text(family, plan: str, block: int, length: int) -> None:
+    target, text = family[0], family[1][length]
+    drafter = oracle(target, text, block, PLANS[plan])
+    session = Session(target, drafter, nullcontext, prefill_chunk=CHUNK)
+    tokens, stats = decode(session, text.prompt)
+    assert tokens == text.truth
+    cycles = expected_cycles(PLANS[plan], block, TOKENS)
+    assert stats.cycles == len(cycles) == drafter.proposes > 0
+    assert stats.drafted == sum(drafted for drafted, _ in cycles)
+    assert stats.accepted == sum(kept for _, kept in cycles) == drafter.planned_accepts
+    assert session.ids == text.prompt + text.truth[:-1]
+    assert session.cache.length == session.draft_cache.length == len(session.ids)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_plain_decoding_gives_the_same_text(family, length: int) -> None:
+    target, text = family[0], family[1][length]
+    session = Session(target, None, nullcontext, prefill_chunk=CHUNK)
+    tokens, stats = decode(session, text.prompt)
+    assert tokens == text.truth
+    assert stats.cycles == 0
