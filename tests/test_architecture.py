@@ -20,7 +20,7 @@ LEVELS = (
     "layers",
     "models draft",
     "decode loader",
-    "generate chat engine convert train",
+    "generate chat engine convert train plan",
     "bench server",
     "cli",
 )
