@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Chat:
     """A conversation on one kept cache: a turn feeds the target only its new tokens."""
 
-    def __init__(self, engine: Engine, system: str | None, thinking: bool | None) -> None:
+    def __init__(self, engine: Engine, system: str | None, thinking: bool | str | None) -> None:
         self._engine = engine
         self._system = system
         self._thinking = thinking

@@ -78,7 +78,7 @@ class Engine:
         max_tokens: int = 2048,
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
-        thinking: bool | None = None,
+        thinking: bool | str | None = None,
         system: str | None = None,
     ) -> Generator[Chunk, None, None]:
         """Answer, chunk by chunk; the last chunk carries the statistics.
@@ -87,7 +87,8 @@ class Engine:
         token ids that go to the target as they are. Without a chat template a message is plain
         text to continue.
         sampling: None is greedy. stop: strings before which the text ends.
-        thinking: switches the template's reasoning on or off; None leaves it to the template.
+        thinking: switches the template's reasoning on or off, or names its level ("low"); None
+        leaves it to the template.
         Raises UsageError for arguments that cannot be honoured, before anything runs. Closing
         the generator stops the work and frees what it held.
         """
@@ -107,7 +108,7 @@ class Engine:
         assert stats is not None
         return Completion(text, reasoning, ids, stats)
 
-    def chat(self, *, system: str | None = None, thinking: bool | None = None) -> Chat:
+    def chat(self, *, system: str | None = None, thinking: bool | str | None = None) -> Chat:
         """A conversation whose turns share one kept cache."""
         return Chat(self, system, thinking)
 
@@ -131,7 +132,7 @@ class Engine:
             session.reset()
             mx.clear_cache()
 
-    def prompt(self, given: Input, thinking: bool | None, system: str | None) -> Prompt:
+    def prompt(self, given: Input, thinking: bool | str | None, system: str | None) -> Prompt:
         if isinstance(given, str):
             refuse_empty(given)
             if not self.tokenizer.has_template:
@@ -150,7 +151,7 @@ class Engine:
         ids = self.tokenizer.chat_ids(messages, thinking=thinking)
         return Prompt(ids, text, self.tokenizer.opens_thinking(text))
 
-    def _bare_prompt(self, text: str, thinking: bool | None, system: str | None) -> Prompt:
+    def _bare_prompt(self, text: str, thinking: bool | str | None, system: str | None) -> Prompt:
         if system is not None or thinking is not None:
             raise UsageError(
                 f"{self.model} has no chat template, so it knows neither system messages nor "

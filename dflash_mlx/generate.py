@@ -11,7 +11,7 @@ from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.errors import UsageError
-from dflash_mlx.text import Reasoning, StopStrings
+from dflash_mlx.text import Channels, Reasoning, StopStrings
 from dflash_mlx.tokenizer import Tokenizer
 
 Message = dict[str, str]
@@ -47,7 +47,7 @@ class Prompt:
 
     ids: list[int]
     text: str | None
-    thinking: bool = False  # the template left a think block open
+    thinking: bool = False  # the template left a think block open, or a message's header
 
 
 @dataclass
@@ -83,7 +83,11 @@ def answer(
     ends = tokenizer.end_ids
     detokenizer = tokenizer.detokenizer()
     stops = StopStrings(stop)
-    split = Reasoning(tokenizer.think_tags, prompt.thinking)
+    split = (
+        Channels(prompt.thinking)
+        if tokenizer.has_channels
+        else Reasoning(tokenizer.think_tags, prompt.thinking)
+    )
     run = session.run(prompt.ids, params, max_tokens, ends, stats)
     try:
         for tokens in run:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.detokenizer import StreamDetokenizer, pieces_factory
 from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.text import CHANNEL_MARKS
 
 _THINK_TAGS = ("<think>", "</think>")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -31,6 +32,7 @@ class Tokenizer:
 
     end_ids: frozenset[int]  # any of these ends an answer
     think_tags: tuple[str, str] | None  # around the model's reasoning, for models that reason
+    has_channels: bool  # answers come as messages on channels, in the harmony format
 
     def __init__(self, hf: PreTrainedTokenizerFast, end_ids: frozenset[int], name: str) -> None:
         """`hf` is taken over; `name` is what error messages call the model."""
@@ -44,6 +46,9 @@ class Tokenizer:
         self._template: str = template or ""
         added = self._backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
+        marks = {self._backend.token_to_id(mark) for mark in CHANNEL_MARKS}
+        self.has_channels = marks <= self._special and CHANNEL_MARKS[1] in self._template
+        self._streamed_special = self._special - (marks if self.has_channels else set())
         self._pieces = pieces_factory(self._backend, name)
         self.end_ids = end_ids
         known = all(tag in self._template for tag in _THINK_TAGS) or all(
@@ -81,26 +86,37 @@ class Tokenizer:
         return self._backend.id_to_token(token) or ""
 
     def detokenizer(self) -> StreamDetokenizer:
-        """Fresh streaming state; the texts it gives join to `decode` of all ids."""
-        return StreamDetokenizer(self._backend, self._special, self._pieces())
+        """Fresh streaming state; the texts it gives join to `decode` of all ids.
+
+        With `has_channels` the marks of the format stay in these texts, for `text.Channels`.
+        """
+        return StreamDetokenizer(self._backend, self._streamed_special, self._pieces())
 
     def render(
         self,
         messages: Sequence[Message],
-        thinking: bool | None = None,
+        thinking: bool | str | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
         """The chat template's text for messages (`role` and `content`), ready for an answer.
 
-        `thinking` is the template's `enable_thinking`, None leaves it to the template. Raises
-        UsageError for messages the template refuses and for `thinking` where it knows no such mode.
+        `thinking` is the template's `enable_thinking`, or as a string its `reasoning_effort`; None
+        leaves it to the template. Raises UsageError for messages the template refuses and for
+        `thinking` where it knows no such mode.
         """
         if not self._template:
             raise UsageError(
                 f"{self._name} has no chat template. Give a raw prompt or use an instruct model."
             )
         extra: dict[str, Any] = {}
-        if thinking is not None:
+        if isinstance(thinking, str):
+            if "reasoning_effort" not in self._template:
+                raise UsageError(
+                    f"The chat template of {self._name} has no reasoning levels to set to "
+                    f"{thinking}. Leave the reasoning option away."
+                )
+            extra["reasoning_effort"] = thinking
+        elif thinking is not None:
             if "enable_thinking" not in self._template:
                 raise UsageError(
                     f"The chat template of {self._name} has no thinking mode to turn "
@@ -123,12 +139,20 @@ class Tokenizer:
         assert isinstance(text, str)  # tokenize=False
         return text
 
-    def chat_ids(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
+    def chat_ids(
+        self, messages: Sequence[Message], thinking: bool | str | None = None
+    ) -> list[int]:
         """Ids of the rendered messages; the template alone says whether there is a BOS."""
         return self.encode_plain(self.render(messages, thinking))
 
     def opens_thinking(self, rendered_prompt: str) -> bool:
-        """Whether the prompt ends inside a think block: the answer then begins with reasoning."""
+        """Whether the prompt ends inside a think block: the answer then begins with reasoning.
+
+        With `has_channels`, whether it ends inside a message's header.
+        """
+        if self.has_channels:
+            _, mark, role = rendered_prompt.rpartition(CHANNEL_MARKS[0])
+            return bool(mark) and role.isalpha()
         return self.think_tags is not None and rendered_prompt.rstrip().endswith(self.think_tags[0])
 
 

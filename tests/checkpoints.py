@@ -29,7 +29,10 @@ def write_folder(
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     source = tiny_weights(config) if weights is None else weights
-    arrays = {name: mx.array(array).astype(dtype) for name, array in source.items()}
+    arrays = {name: mx.array(array) for name, array in source.items()}
+    for name, array in arrays.items():
+        if mx.issubdtype(array.dtype, mx.floating):
+            arrays[name] = array.astype(dtype)
     names, index = sorted(arrays), {}
     for shard in range(shards):
         file = "model.safetensors" if shards == 1 else f"model-{shard + 1}-of-{shards}.safetensors"
@@ -49,10 +52,15 @@ def write_quantized(
     bits: int = 4,
     predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None = None,
     tied: bool = False,
+    weights: dict[str, np.ndarray] | None = None,
+    **overrides: Any,
 ) -> Path:
-    """An MLX-format checkpoint, quantized and written by mlx-lm itself."""
-    config = tiny_config(family, tie_word_embeddings=tied, **WIDE)
-    plain = write_folder(folder.parent / "plain", config)
+    """An MLX-format checkpoint, quantized and written by mlx-lm itself.
+
+    weights: those of the plain checkpoint that is quantized, in names that mlx-lm reads.
+    """
+    config = tiny_config(family, tie_word_embeddings=tied, **{**WIDE, **overrides})
+    plain = write_folder(folder.parent / "plain", config, weights)
     model, config = load_model(plain)
     group = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}[mode]
     model, config = quantize_model(model, config, group, bits, mode=mode, quant_predicate=predicate)

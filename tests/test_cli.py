@@ -88,6 +88,10 @@ def fake(run: Run) -> Run:
             "--draft and --no-draft contradict each other. Leave one of them out.",
         ),
         (
+            "chat m p --thinking --reasoning low",
+            "--reasoning sets a level, --thinking a switch. Leave one of them out.",
+        ),
+        (
             "chat m p --no-draft --draft-bits 4",
             "--draft-bits needs a drafter, and --no-draft forbids one. Leave one out.",
         ),
@@ -114,11 +118,6 @@ def fake(run: Run) -> Run:
         ),
         ("chat m -", "The prompt is empty. Give some text to answer."),
         ("chat m", "The prompt is empty. Give some text to answer."),
-        (
-            "chat gpt-oss-20b p",
-            "gpt-oss-20b is of the family gpt_oss, which is not implemented yet. "
-            "See `dflash-mlx models` for the models that run.",
-        ),
         (
             "chat SmolLM p",
             "'SmolLM' is no known model, and no file or folder of that name exists here. "
@@ -189,7 +188,7 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
         "--revision", "r",
     )  # fmt: skip
     fake("chat", "m", "p")
-    fake("chat", "m", "p", "--no-draft")
+    fake("chat", "m", "p", "--no-draft", "--reasoning", "low")
     full, plain, undrafted = fake.engines
     assert full.loaded == {
         "name": "m", "draft": "d", "draft_bits": 8, "dtype": "float32", "revision": "r",
@@ -214,6 +213,7 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
     assert plain.asked[0][1]["sampling"] == engine.SamplingParams()
     assert plain.asked[0][1]["thinking"] is None
     assert undrafted.loaded["draft"] is None
+    assert undrafted.asked[0][1]["thinking"] == "low"
 
 
 @pytest.mark.parametrize("arguments", [("-",), ()])

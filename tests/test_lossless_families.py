@@ -31,10 +31,11 @@ PLANS = {"all": [99], "none": [0], "mixed": [0, 99, 2, 5, 1, 99, 99, 0, 3], "one
 class Text:
     """A prompt, its greedy continuation and the true features of both."""
 
-    def __init__(self, target, length: int) -> None:
+    def __init__(self, target, length: int, taps: tuple[int, ...] = TAPS) -> None:
+        self.taps = taps
         self.prompt = tiny_prompt(target.vocab_size, length)
         self.truth = checked_greedy(target, self.prompt, TOKENS)
-        _, self.features = plain_forward(target, self.prompt + self.truth, TAPS)
+        _, self.features = plain_forward(target, self.prompt + self.truth, taps)
 
 
 def checked_greedy(target, prompt: list[int], n: int) -> list[int]:
@@ -78,7 +79,7 @@ def oracle(target, text: Text, block: int, plan: list[int]) -> OracleDrafter:
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         block_size=block,
-        taps=TAPS,
+        taps=text.taps,
         plan=plan,
         features=text.features,
     )
@@ -114,3 +115,24 @@ def test_plain_decoding_gives_the_same_text(family, length: int) -> None:
     tokens, stats = decode(session, text.prompt)
     assert tokens == text.truth
     assert stats.cycles == 0
+
+
+def test_families_run_side_by_side_with_drafters_of_different_taps() -> None:
+    """Two sequences on each target, step by step in turn: nothing of one is seen by another."""
+    runs = []
+    for name in FAMILIES:
+        target = tiny_target(name)
+        for taps, block, length in (((0, 2), 7, 20), ((3, 1, 0), 4, 9)):
+            text = Text(target, length, taps)
+            drafter = oracle(target, text, block, PLANS["mixed"])
+            session = Session(target, drafter, nullcontext, prefill_chunk=CHUNK)
+            stats = GenerationStats()
+            steps = session.run(text.prompt, SamplingParams(), TOKENS, (), stats)
+            runs.append((text, drafter, stats, steps, []))
+    for turn in range(TOKENS):
+        for _, _, _, steps, tokens in runs[:: 1 if turn % 2 else -1]:
+            tokens += next(steps, [])
+    for text, drafter, stats, steps, tokens in runs:
+        assert next(steps, None) is None
+        assert tokens == text.truth
+        assert stats.accepted == drafter.planned_accepts > 0

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dflash_mlx.text import Reasoning, StopStrings
+from dflash_mlx.text import Channels, Reasoning, StopStrings
 
 
 def cuts(text: str, rng: random.Random) -> list[str]:
@@ -77,3 +77,39 @@ def test_without_tags_everything_is_answer():
     split = Reasoning(None, False)
     assert split.feed("<think>x") == ("", "<think>x")
     assert split.finish() == ("", "")
+
+
+WHY = "<|channel|>analysis<|message|>why"
+SO = "<|start|>assistant<|channel|>final<|message|>so"
+
+
+@pytest.mark.parametrize(
+    ("text", "in_header", "reasoning", "answer"),
+    [
+        (f"{WHY}<|end|>{SO}", True, "why", "so"),
+        (f"{WHY}<|end|>{SO}<|end|>", False, "why", "so"),
+        (
+            f"{WHY}<|end|>{WHY} not<|end|>{SO}<|end|>{SO} there",
+            True,
+            "why\n\nwhy not",
+            "so\n\nso there",
+        ),
+        ("<|message|>no channel", True, "", "no channel"),
+        ("<|channel|>final<|message|>", True, "", ""),
+        ("<|channel|>commentary<|message|>I look.<|end|>", True, "", "I look."),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", True, "{}", ""),
+        ("plain text, a < b <|en", False, "", "plain text, a < b <|en"),
+        ("<|channel|>anal", True, "", ""),
+        (f"{WHY}<|chann", True, "why<|chann", ""),
+    ],
+)
+def test_channels(text, in_header, reasoning, answer):
+    rng = random.Random(2)
+    for pieces in [[text], list(text), *(cuts(text, rng) for _ in range(20))]:
+        split, seen = Channels(in_header), ["", ""]
+        for piece in pieces:
+            seen = [a + b for a, b in zip(seen, split.feed(piece), strict=True)]
+            assert reasoning.startswith(seen[0])
+            assert answer.startswith(seen[1])
+        seen = [a + b for a, b in zip(seen, split.finish(), strict=True)]
+        assert seen == [reasoning, answer]

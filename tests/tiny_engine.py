@@ -27,14 +27,16 @@ THINKING_TEMPLATE = TEMPLATE + (
 )
 
 
-def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """A tokenizer folder whose tokens are single bytes and two special tokens."""
+def write_tokenizer(
+    folder: Path, template: str | None = TEMPLATE, specials: Sequence[str] = SPECIALS
+) -> Path:
+    """A tokenizer folder whose tokens are single bytes and special tokens; <|im_end|> ends."""
     folder.mkdir(exist_ok=True, parents=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(s, special=True) for s in SPECIALS])
+    backend.add_special_tokens([AddedToken(s, special=True) for s in specials])
     backend.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     if template is not None:

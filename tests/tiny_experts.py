@@ -78,3 +78,25 @@ def expert_weights(
         weights[f"{expert}.up_proj.weight"] = matrix(inner, hidden, gain=2.5, into=hidden)
         weights[f"{expert}.down_proj.weight"] = matrix(hidden, inner, gain=2.5, into=inner)
     return weights
+
+
+def mxfp4_experts(weights: dict[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
+    """gpt_oss weights with random MXFP4 experts in their place, as OpenAI's checkpoints hold them.
+
+    `*_blocks` [E, out, groups, 16] of two 4-bit numbers a byte, `*_scales` [E, out, groups] of
+    powers of two; scaled so that the dequantized tensors spread as the replaced ones do.
+    """
+    rng, packed = np.random.default_rng(seed), {}
+    for name, array in weights.items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            packed[name] = array
+            continue
+        count, into, out = array.shape
+        shape = (count, out, into // 32)
+        # Random 4-bit numbers have a standard deviation of about 3.
+        exponent = round(float(np.log2(array.std() / 3.0)))
+        packed[f"{name}_blocks"] = rng.integers(0, 256, (*shape, 16)).astype(np.uint8)
+        packed[f"{name}_scales"] = rng.integers(-1, 2, shape).astype(np.uint8) + np.uint8(
+            127 + exponent
+        )
+    return packed

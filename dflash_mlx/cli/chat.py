@@ -31,7 +31,7 @@ class Answering:
     sampling: SamplingParams
     stop: tuple[str, ...]
     system: str | None
-    thinking: bool | None
+    thinking: bool | str | None  # a string is a reasoning level
     stats: bool | None  # None: the statistics that suit the way of use
 
     def for_turn(self) -> dict[str, Any]:
@@ -75,6 +75,10 @@ System = Annotated[str | None, _option("System message.", "--system")]
 Thinking = Annotated[
     bool | None, _option("Reason before the answer, or not.", "--thinking/--no-thinking")
 ]
+Reasoning = Annotated[
+    str | None,
+    _option("Reasoning level, for models that have levels.", "--reasoning", metavar="LEVEL"),
+]
 BlockSize = Annotated[int | None, _option(_BLOCK, "--block-size", metavar="N")]
 Dtype = Annotated[
     str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Number type of the weights.")
@@ -104,6 +108,7 @@ def chat(
     seed: Seed = None,
     system: System = None,
     thinking: Thinking = None,
+    reasoning: Reasoning = None,
     block_size: BlockSize = None,
     dtype: Dtype = "auto",
     stop: Stop = None,
@@ -113,6 +118,8 @@ def chat(
 ) -> None:
     """Answer PROMPT, or talk with MODEL at the terminal."""
     _check_loading(draft, no_draft, draft_bits, dtype, max_tokens)
+    if thinking is not None and reasoning is not None:
+        raise UsageError("--reasoning sets a level, --thinking a switch. Leave one of them out.")
     question = _question(prompt, as_json)
     given = {
         "temperature": temp,
@@ -122,7 +129,8 @@ def chat(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
-    how = Answering(max_tokens, _sampling(given), tuple(stop or ()), system, thinking, stats)
+    think = thinking if reasoning is None else reasoning
+    how = Answering(max_tokens, _sampling(given), tuple(stop or ()), system, think, stats)
     from dflash_mlx import engine as engines
 
     engine = engines.load(

@@ -10,7 +10,7 @@ import mlx.core as mx
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.layers.moe import SparseMLP
 from dflash_mlx.layers.rope import rope_from_config
-from dflash_mlx.models.config import flag, positive_int, read_dense_config
+from dflash_mlx.models.config import flag, positive_int, read_dense_config, refuse
 from dflash_mlx.models.dense import DenseTarget
 from dflash_mlx.models.experts import stack_experts
 
@@ -23,15 +23,22 @@ _OWN_KEYS = frozenset(
         "num_experts",
         "num_experts_per_tok",
         "num_local_experts",
+        "shared_expert_intermediate_size",
+        "use_qk_norm",
         # Of the loss in training only.
         "output_router_logits",
         "router_aux_loss_coef",
     }
 )
+# Keys that some checkpoints state, with the one value that the family computes.
+_COMPUTED = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
 
 
 def build(config: Mapping[str, Any]) -> DenseTarget:
     """A qwen3_moe with unset weights from its config.json (transformers' Qwen3MoeConfig)."""
+    for key, computed in _COMPUTED.items():
+        if config.get(key) not in (None, computed):
+            refuse(key, config[key])
     dense = read_dense_config(config, explicit_head_dim=True, own_keys=_OWN_KEYS)
     experts, chosen = expert_count(config), positive_int(config, "num_experts_per_tok")
     if chosen > experts:
