@@ -177,7 +177,7 @@ def test_commit_evaluates_nothing(n: int) -> None:
         mx.compile(lambda x: [x, mx.array(x.item())])(mx.array(1.0))
 
 
-@pytest.mark.parametrize("n", [0, 1, 15, 16])
+@pytest.mark.parametrize("n", [0, 5, 16])
 def test_memory_is_constant_over_cycles(n: int) -> None:
     rows, cache = Rows(16), RecurrentCache(TAPS)
     measured = []

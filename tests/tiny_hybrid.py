@@ -193,3 +193,17 @@ def multimodal(
     for other in ("model.visual.blocks.0.norm1.weight", "mtp.norm.weight", "mtp.fc.weight"):
         named[other] = np.ones((3,), np.float32)
     return outer, named
+
+
+def one_tensor_an_expert(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same weights with experts apart, as qwen3_next is released."""
+    apart = dict(weights)
+    for name in [n for n in weights if n.endswith((".gate_up_proj", ".experts.down_proj"))]:
+        prefix, of = name.rsplit(".", 1)
+        for expert, array in enumerate(apart.pop(name)):
+            parts = {of: array}
+            if of == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), np.split(array, 2), strict=True))
+            for projection, part in parts.items():
+                apart[f"{prefix}.{expert}.{projection}.weight"] = part
+    return apart

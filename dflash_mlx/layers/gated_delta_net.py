@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -87,8 +88,8 @@ class GatedDeltaNet(nn.Module):
                 for *of_segment, cache in zip(*parts, caches, strict=True)
             ]
         )
-        gated = self.norm(out) * nn.silu(z.astype(mx.float32))
-        return self.out_proj(gated.astype(x.dtype).reshape(1, x.shape[1], -1))
+        gated = _gated(self.norm(out), z)
+        return self.out_proj(gated.reshape(1, x.shape[1], -1))
 
     def _rows(self, convolved: mx.array, b: mx.array, a: mx.array) -> DeltaRows:
         """The recurrence's rows from the convolution's output [1, ΣT, C], b and a [1, ΣT, Hv]."""
@@ -96,14 +97,11 @@ class GatedDeltaNet(nn.Module):
         active = nn.silu(convolved).astype(mx.float32)
         queries, keys, values = mx.split(active, [sizes.keys, 2 * sizes.keys], axis=-1)
         scale = sizes.key_dim**-0.5
-        decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(
-            a.astype(mx.float32) + self.dt_bias.astype(mx.float32)
-        )
         return DeltaRows(
             scale * _unit(queries.reshape(1, count, sizes.key_heads, sizes.key_dim)),
             _unit(keys.reshape(1, count, sizes.key_heads, sizes.key_dim)),
             values.reshape(1, count, sizes.value_heads, sizes.value_dim),
-            mx.exp(decay),
+            _decay(self.A_log, a, self.dt_bias),
             mx.sigmoid(b.astype(mx.float32)),
         )
 
@@ -149,6 +147,20 @@ class FusedDeltaNet(GatedDeltaNet):
             b,
             a,
         )
+
+
+@partial(mx.compile, shapeless=True)
+def _decay(log_rate: mx.array, a: mx.array, bias: mx.array) -> mx.array:
+    """g = exp(-exp(A_log) softplus(a + dt_bias)) in float32, as one fused kernel."""
+    step = nn.softplus(a.astype(mx.float32) + bias.astype(mx.float32))
+    return mx.exp(-mx.exp(log_rate.astype(mx.float32)) * step)
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(normed: mx.array, z: mx.array) -> mx.array:
+    """normed · silu(z), multiplied in float32, in z's type, as one fused kernel."""
+    gate = z.astype(mx.float32)
+    return (normed * (gate * mx.sigmoid(gate))).astype(z.dtype)
 
 
 def _unit(x: mx.array) -> mx.array:
