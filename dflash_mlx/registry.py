@@ -154,8 +154,8 @@ class Registry:
             return Resolved(name, None, drafter, self._pinned(drafter), None)
         if pair.status == "planned":
             raise SourceError(
-                f"{pair.name} is of the family {pair.family}, which is not implemented yet. "
-                "See `dflash-mlx models` for the models that run."
+                f"{pair.name} does not run yet: its family {pair.family} or its kind of drafter is "
+                "not implemented. See `dflash-mlx models` for the models that run."
             )
         spec = drafter or pair.drafter
         for conversion in pair.conversions:

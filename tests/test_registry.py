@@ -212,7 +212,7 @@ def test_registry_file_is_where_paths_says() -> None:
 def test_a_planned_family_is_refused(tmp_path: Path) -> None:
     registry = read(tmp_path, MINIMAL.replace('"reference"', '"planned"'))
     for name in ("uno", "org/One"):
-        with pytest.raises(SourceError, match="One is of the family llama, which is not impl"):
+        with pytest.raises(SourceError, match="One does not run yet: its family llama or"):
             registry.resolve(name)
 
 

@@ -138,12 +138,12 @@ def _layer(config: _Config, index: int, *, shared: bool) -> Layer:
         weights, sequence = _delta_net(config)
     else:
         full = where == "full_attention"
-        weights, sequence = _attention(config, full=full)
+        weights, sequence = _attention(config, full=full, shared=shared)
         if not full:
             sequence["window"] = config.size("sliding_window")
-        if shared:
-            sequence["kv_width"] = 0
     mlp, active = _mlp_of(config, index)
+    if shared and config.get("use_double_wide_mlp"):
+        mlp["linear"], active = 2 * mlp["linear"], 2 * active
     weights.update(mlp)
     weights["fixed"] += (4 * hidden + 1) if kind == "gemma4" else 2 * hidden
     if kind == "muse_glimmer":
@@ -164,8 +164,10 @@ def _kind_of(config: _Config, index: int) -> str:
     return other if (index + 1) % interval else "full_attention"
 
 
-def _attention(config: _Config, *, full: bool) -> tuple[Counts, dict[str, int]]:
-    """Parameters, and the sizes of Layer that depend on attention."""
+def _attention(
+    config: _Config, *, full: bool, shared: bool = False
+) -> tuple[Counts, dict[str, int]]:
+    """Parameters, and the sizes of Layer that depend on attention; `shared` has no K and V."""
     kind, hidden = config.model_type, config.size("hidden_size")
     heads = config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", heads)
@@ -177,17 +179,19 @@ def _attention(config: _Config, *, full: bool) -> tuple[Counts, dict[str, int]]:
         if one_projection:
             kv_heads = config.size("num_global_key_value_heads", kv_heads)
     query, key = heads * dim, kv_heads * dim
-    inputs = query * (2 if kind in _GATED else 1) + key * (1 if one_projection else 2)
+    projections = 0 if shared else 1 if one_projection else 2
+    inputs = query * (2 if kind in _GATED else 1) + key * projections
     weights = Counter(linear=hidden * (inputs + query))
     if config.get("attention_bias"):
         weights["fixed"] += inputs + hidden
     if kind in _QK_NORM:
-        weights["fixed"] += 2 * dim
+        weights["fixed"] += dim if shared else 2 * dim
     if kind == "minimax_m2":
         weights["fixed"] += query + key
     if kind == "gpt_oss":
         weights["fixed"] += heads  # sinks
-    return weights, {"query_width": query, "heads": heads, "kv_width": 2 * key}
+    kv_width = 0 if shared else 2 * key
+    return weights, {"query_width": query, "heads": heads, "kv_width": kv_width}
 
 
 def _delta_net(config: _Config) -> tuple[Counts, dict[str, int]]:
