@@ -242,6 +242,7 @@ def test_a_target_may_have_a_second_drafter(tmp_path: Path) -> None:
         ("./Qwen3-8B/", (), "Qwen3-8B"),
         ("mlx-community/Qwen3-8B-3bit", (), "Qwen3-8B"),
         ("someone/Qwen3.5-27B-Distilled", (), "Qwen3.5-27B"),
+        ("someone/Muse-Glimmer-30B-DFlash1-ft", (), "Muse-Glimmer-30B-DFlash1"),
         ("someone/thing", ("Qwen/Qwen3-8B",), "Qwen3-8B"),
         ("someone/Qwen3-4B-merge", ("someone/else", "Qwen/Qwen3-8B"), "Qwen3-8B"),
         ("someone/Qwen3-8Billion", (), None),
