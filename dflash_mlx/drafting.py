@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx import hub
+from dflash_mlx import hub, registry
 from dflash_mlx.draft.base import Drafter
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.errors import DFlashError
@@ -49,7 +49,7 @@ def choose_drafter(
         spec, origin = str(bundled[0]), f"the drafter beside {model}"
         bits = bits or bundled[1]
     if spec is None:
-        return Drafting(f"no drafter is known for {model}")
+        return _none_known(model, path)
     try:
         fetched = hub.fetch(
             spec, revision=found.drafter_revision, kind="drafter", progress=progress
@@ -62,4 +62,16 @@ def choose_drafter(
             raise
         reason = f"the drafter {spec} could not be used: {error}"
         return Drafting(reason, warnings=[f"Decoding plainly, since {reason}"])
-    return Drafting(origin, drafter, spec, fetched.revision)
+    warnings = []
+    if not named and found.pair is not None:
+        warnings = found.pair.disagreements(drafter.taps, drafter.block_size)
+    return Drafting(origin, drafter, spec, fetched.revision, warnings)
+
+
+def _none_known(model: str, path: Path) -> Drafting:
+    """Plain decoding; a fine-tune of a known target is offered that one's drafter."""
+    reason = f"no drafter is known for {model}"
+    if offer := registry.offer(model, hub.base_models(path)):
+        reason += f"; {offer}"
+        return Drafting(reason, warnings=[f"Decoding plainly: {reason}."])
+    return Drafting(reason)

@@ -274,7 +274,7 @@ def load(
     fetched = hub.fetch(found.target_spec, revision=wanted, kind="model", progress=progress)
     target = load_target(fetched.path, dtype)
     tokenizer = load_tokenizer(fetched.path)
-    model = found.pair.name if found.pair else name
+    model = found.label
     chosen = Drafting(reason="drafting is switched off")
     if draft is not None:
         named = given is not None

@@ -114,7 +114,8 @@ def _load_gguf(file: Path, precision: Precision) -> Target:
     groups = Groups({}, source.quantization() if keep else {})
     weights = source.weights(keep, dtype)
     _drop_harmless(weights, config)
-    _fill(model, weights, groups, file, dtype, keep_quantized=keep)
+    keep_type = family_of(config).keep_type
+    _fill(model, weights, groups, file, dtype, keep_quantized=keep, keep_type=keep_type)
     return model
 
 

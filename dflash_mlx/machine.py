@@ -236,6 +236,17 @@ def memory_bytes() -> int:
     return min(physical, int(limit)) if limit.isdigit() else physical
 
 
+def working_set_bytes() -> int | None:
+    """Bytes that Metal recommends this process to use at most; None without Metal."""
+    if sys.platform != "darwin" or platform.machine() != "arm64":
+        return None
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        return None
+    return int(mx.device_info()["max_recommended_working_set_size"])
+
+
 def versions() -> dict[str, str]:
     """Versions of this program, of Python and of what decides results and speed."""
     found = {"dflash-mlx": __version__, "python": platform.python_version()}

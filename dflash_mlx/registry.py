@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,23 @@ from dflash_mlx import paths
 from dflash_mlx.errors import SourceError
 
 STATUSES = ("real weights", "reference", "planned")
+
+# Keys of [pair.config] and [pair.draft]: those of config.json that decide how large a model is.
+_SIZE_NAMES = """
+    model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim vocab_size tie_word_embeddings attention_bias quantization
+    sliding_window sliding_window_pattern global_head_dim num_global_key_value_heads
+    attention_k_eq_v num_experts num_local_experts num_experts_per_tok top_k_experts
+    moe_intermediate_size shared_expert_intermediate_size full_attention_interval
+    linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
+    linear_conv_kernel_dim
+    """
+_DRAFT_NAMES = """
+    hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    head_dim attention_bias sliding_window num_sliding_layers conv_kernel_size conv_group_size
+    selector_rank
+    """
+_TABLES = {"config": frozenset(_SIZE_NAMES.split()), "draft": frozenset(_DRAFT_NAMES.split())}
 
 
 @dataclass(frozen=True)
@@ -30,17 +49,45 @@ class Pair:
     family: str  # the target's file in models/
     status: str  # one of STATUSES
     note: str
+    target_4bit: str | None = None  # ready MLX conversions of this target, hub ids
+    target_8bit: str | None = None
     target_revision: str | None = None
     drafter_revision: str | None = None
     block_size: int | None = None  # tokens
+    taps: tuple[int, ...] | None = None  # target layers the drafter reads
     context: int | None = None  # tokens
     licence: str | None = None
     gated: bool | None = None
+    config: Mapping[str, Any] | None = None  # sizes of the target, by config.json's keys
+    draft: Mapping[str, Any] | None = None  # sizes of the drafter
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What only this pair is called."""
+        return (self.name, *self.aliases)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every text that means this pair, case aside: name, aliases, the target's own spec."""
-        return (self.name, *self.aliases, self.target)
+        """Every text that means this pair, case aside: its names, its target's specs."""
+        return (*self.names, self.target, *self.conversions)
+
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """Hub ids of the same weights, quantized for MLX."""
+        return tuple(spec for spec in (self.target_4bit, self.target_8bit) if spec)
+
+    def disagreements(self, taps: Sequence[int], block_size: int) -> list[str]:
+        """A sentence for every fact that a drafter's own config states otherwise."""
+        stated: dict[str, tuple[object, object]] = {
+            "target_layer_ids": (tuple(taps), self.taps),
+            "block_size": (block_size, self.block_size),
+        }
+        return [
+            f"The config of the drafter {self.drafter} has {key} {own}, models.toml expects "
+            f"{known} for {self.name}: its config is used. The drafter may have been replaced."
+            for key, (own, known) in stated.items()
+            if known is not None and own != known
+        ]
 
 
 @dataclass(frozen=True)
@@ -52,6 +99,12 @@ class Resolved:
     drafter_spec: str | None
     drafter_revision: str | None
     pair: Pair | None
+
+    @property
+    def label(self) -> str:
+        """The model's name on screens: the pair's for its own target, else what was asked for."""
+        is_stock = self.pair is not None and self.target_spec == self.pair.target
+        return self.pair.name if self.pair and is_stock else self.target_spec
 
 
 @dataclass(frozen=True)
@@ -101,11 +154,44 @@ class Registry:
             return Resolved(name, None, drafter, self._pinned(drafter), None)
         if pair.status == "planned":
             raise SourceError(
-                f"{pair.name} is of the family {pair.family}, which is not implemented yet. "
-                "See `dflash-mlx models` for the models that run."
+                f"{pair.name} does not run yet: its family {pair.family} or its kind of drafter is "
+                "not implemented. See `dflash-mlx models` for the models that run."
             )
         spec = drafter or pair.drafter
+        for conversion in pair.conversions:
+            if name.casefold() == conversion.casefold():
+                return Resolved(conversion, None, spec, self._pinned(spec), pair)
         return Resolved(pair.target, pair.target_revision, spec, self._pinned(spec), pair)
+
+    def relative(self, name: str, base_models: Sequence[str] = ()) -> Pair | None:
+        """The pair whose target `name` seems to be derived from; None when none is recognised.
+
+        base_models: what the model's card or config calls its base. A target's name counts where
+        it stands whole inside a name, so Qwen3-8B-ft is a relative of Qwen3-8B and not of Qwen3-8.
+        """
+        for candidate in (*base_models, name):
+            if pair := self.find(candidate):
+                return pair
+            last = candidate.rstrip("/").rsplit("/", 1)[-1].casefold()
+            within = [
+                (len(key), pair)
+                for pair in self.pairs
+                for key in pair.names
+                if re.search(rf"(?<![a-z0-9]){re.escape(key.casefold())}(?![a-z0-9]|\.[0-9])", last)
+            ]
+            if within:
+                return max(within, key=lambda found: found[0])[1]
+        return None
+
+    def offer(self, name: str, base_models: Sequence[str] = ()) -> str | None:
+        """A sentence part about a drafter that may serve `name`, a model of no pair; else None.
+
+        It is offered, never taken: a drafter made for the base need not agree with a fine-tune.
+        """
+        pair = self.relative(name, base_models)
+        if pair is None:
+            return None
+        return f"{pair.drafter} was trained for {pair.name}, try --draft {pair.drafter}"
 
     def _pinned(self, drafter: str | None) -> str | None:
         """The revision the registry pins for this drafter, if any."""
@@ -179,12 +265,20 @@ def _read_pair(entry: dict[str, Any], index: int, file: Path) -> Pair:
         raise SourceError(
             f"{place}: unknown status {entry['status']!r}. Write one of {', '.join(STATUSES)}."
         )
-    return Pair(**{**entry, "aliases": tuple(entry["aliases"])})
+    for table, known in _TABLES.items():
+        if unknown := sorted(set(entry.get(table, ())) - known):
+            raise SourceError(f"{place}: unknown key {unknown[0]!r} in {table}. Correct it.")
+    tuples = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
+    return Pair(**{**entry, **tuples})
 
 
 def _has_type(value: object, kind: str) -> bool:
+    if kind.startswith("tuple[int"):
+        return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
     if kind.startswith("tuple"):
         return isinstance(value, list) and all(isinstance(v, str) and v for v in value)
+    if kind.startswith("Mapping"):
+        return isinstance(value, dict)
     if kind.startswith("str"):
         return isinstance(value, str)
     if kind.startswith("bool"):
@@ -193,15 +287,18 @@ def _has_type(value: object, kind: str) -> bool:
 
 
 def _refuse_shared_names(pairs: tuple[Pair, ...], file: Path) -> None:
+    """A target may have several drafters; its spec means the first pair that has it."""
     owner: dict[str, Pair] = {}
     for pair in pairs:
-        for key in pair.keys:
-            if other := owner.get(key.casefold()):
+        for key in dict.fromkeys((*pair.names, *pair.keys)):
+            other = owner.get(key.casefold())
+            if other is None:
+                owner[key.casefold()] = pair
+            elif other is pair or key in pair.names or key in other.names:
                 raise SourceError(
                     f"{file}: the name {key!r} is used twice, by {other.name} and {pair.name}. "
                     "Keep it once."
                 )
-            owner[key.casefold()] = pair
 
 
 def find(name: str) -> Pair | None:
@@ -217,3 +314,8 @@ def suggest(name: str) -> list[str]:
 def resolve(name: str, *, drafter: str | None = None) -> Resolved:
     """`Registry.resolve` of the packaged registry."""
     return load_registry().resolve(name, drafter=drafter)
+
+
+def offer(name: str, base_models: Sequence[str] = ()) -> str | None:
+    """`Registry.offer` of the packaged registry."""
+    return load_registry().offer(name, base_models)

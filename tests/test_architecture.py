@@ -20,7 +20,7 @@ LEVELS = (
     "layers",
     "models draft",
     "decode loader",
-    "prompt generate drafting chat engine convert train",
+    "prompt generate drafting chat engine convert train plan",
     "bench server",
     "cli",
 )

@@ -192,6 +192,8 @@ def test_an_unknown_tensor_of_the_text_model_is_named(tmp_path: Path) -> None:
 class Stand:
     """A target as a drafter sees it, with tables of its own."""
 
+    dtype = mx.float32
+
     def __init__(self, scale: float, cap: float | None = None) -> None:
         table = gemma_weights(gemma_config())["model.embed_tokens.weight"]
         self.num_layers, self.hidden_size, self.vocab_size, self.context_length = 4, 48, 96, 2048

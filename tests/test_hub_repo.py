@@ -21,13 +21,21 @@ FILES = {
     "merges.txt": b"a b",
     "chat_template.jinja": b"{{ x }}",
     "model.safetensors": b"weights " * 4000,
-    "README.md": b"# words",
+    "README.md": b"# card",
+    "pictures.md": b"# words",
     "pytorch_model.bin": b"pickled",
     "consolidated.safetensors": b"again",
     "original/model.safetensors": b"again",
     "tiny.Q4_1.gguf": b"GGUF" + bytes(100),
 }
-KEPT = {"config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", "model.safetensors"}
+KEPT = {
+    "config.json",
+    "tokenizer.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "model.safetensors",
+    "README.md",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import dflash_mlx
 from dflash_mlx import paths
 from dflash_mlx.errors import SourceError
-from dflash_mlx.models import FAMILIES
-from dflash_mlx.registry import Registry, find, load_registry, resolve, suggest
+from dflash_mlx.registry import Registry, find, load_registry, offer, resolve, suggest
 
 MINIMAL = """
 [[pair]]
@@ -39,19 +39,34 @@ def test_packaged_registry_holds_the_default_model() -> None:
     assert (pair.family, pair.block_size, pair.status) == ("llama", 8, "real weights")
 
 
-def test_packaged_registry_statuses() -> None:
-    by_status = {}
+def test_what_is_not_planned_has_its_family() -> None:
+    models = Path(dflash_mlx.__file__).parent / "models"
+    pairs = load_registry().pairs
+    assert [p.name for p in pairs if p.status == "real weights"] == ["SmolLM2-135M"]
+    for pair in pairs:
+        if pair.status != "planned":
+            assert (models / f"{pair.family}.py").exists(), pair.name
+
+
+def test_packaged_facts_are_of_one_piece() -> None:
+    """A mistyped number would show: facts that say the same thing twice agree."""
     for pair in load_registry().pairs:
-        by_status.setdefault(pair.status, []).append(pair.name)
-    assert by_status["real weights"] == ["SmolLM2-135M"]
-    assert by_status["reference"][:3] == ["Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B-Instruct"]
-    for pair in load_registry().pairs:
-        assert (pair.status == "planned") == (pair.family not in FAMILIES), pair.name
+        place = pair.name
+        if pair.taps and pair.config:
+            assert max(pair.taps) < pair.config["num_hidden_layers"], place
+            assert list(pair.taps) == sorted(set(pair.taps)), place
+        if pair.draft and pair.config:
+            assert pair.draft["hidden_size"] == pair.config["hidden_size"], place
+        for spec, mark in ((pair.target_4bit, "4"), (pair.target_8bit, "8")):
+            assert spec is None or spec.casefold().startswith("mlx-community/"), place
+            assert spec is None or mark in spec.rsplit("-", 1)[-1], place
+        if "/" in pair.target and not pair.target.startswith("pypi:"):
+            assert pair.target.endswith("/" + pair.name.removesuffix("-DFlash1")), place
 
 
 @pytest.mark.parametrize(
     "name",
-    ["Qwen3-8B", "qwen3-8b", "Qwen/Qwen3-8B", "qwen/qwen3-8b"],
+    ["Qwen3-8B", "qwen3-8b", "Qwen/Qwen3-8B", "qwen/qwen3-8b", "mlx-community/qwen3-8b-4bit"],
 )
 def test_find_ignores_case_and_knows_the_target_repo(name: str) -> None:
     pair = find(name)
@@ -61,7 +76,7 @@ def test_find_ignores_case_and_knows_the_target_repo(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["my/Qwen3-8B-ft", "my/Qwen3-8B", "Qwen3-8B-ft", "mlx-community/Qwen3-8B-4bit", "Qwen3", ""],
+    ["my/Qwen3-8B-ft", "my/Qwen3-8B", "Qwen3-8B-ft", "mlx-community/Qwen3-8B-3bit", "Qwen3", ""],
 )
 def test_no_other_model_is_taken_for_the_stock_target(name: str) -> None:
     assert find(name) is None
@@ -90,6 +105,7 @@ def test_unknown_facts_stay_empty(tmp_path: Path) -> None:
     (pair,) = read(tmp_path, MINIMAL).pairs
     assert pair.block_size is pair.context is pair.licence is pair.gated is None
     assert pair.target_revision is pair.drafter_revision is None
+    assert pair.taps is pair.config is pair.draft is pair.target_4bit is None
 
 
 @pytest.mark.parametrize(
@@ -99,6 +115,10 @@ def test_unknown_facts_stay_empty(tmp_path: Path) -> None:
         (MINIMAL.replace('family = "llama"', ""), r"pair 1 \(One\): the key 'family' is missing"),
         (MINIMAL + 'block_size = "8"', r"block_size = '8' is not of type int"),
         (MINIMAL + "block_size = true", r"block_size = True is not of type int"),
+        (MINIMAL + 'taps = [1, "2"]', r"taps = \[1, '2'\] is not of type tuple"),
+        (MINIMAL + "[pair.config]\nhidden = 8", r"unknown key 'hidden' in config"),
+        (MINIMAL + "[pair.draft]\nlayers = 8", r"unknown key 'layers' in draft"),
+        (MINIMAL + "config = 8", r"config = 8 is not of type Mapping"),
         (MINIMAL + "block_size = 0", r"block_size = 0 is not of type int"),
         (MINIMAL + 'gated = "no"', r"gated = 'no' is not of type bool"),
         (MINIMAL.replace('["uno"]', '"uno"'), r"aliases = 'uno' is not of type tuple"),
@@ -192,5 +212,61 @@ def test_registry_file_is_where_paths_says() -> None:
 def test_a_planned_family_is_refused(tmp_path: Path) -> None:
     registry = read(tmp_path, MINIMAL.replace('"reference"', '"planned"'))
     for name in ("uno", "org/One"):
-        with pytest.raises(SourceError, match="One is of the family llama, which is not impl"):
+        with pytest.raises(SourceError, match="One does not run yet: its family llama or"):
             registry.resolve(name)
+
+
+def test_a_ready_conversion_means_the_pair_and_stays_the_target() -> None:
+    found = resolve("mlx-community/Qwen3-8B-4bit")
+    assert found.pair is not None
+    assert (found.pair.name, found.target_spec) == ("Qwen3-8B", "mlx-community/Qwen3-8B-4bit")
+    assert found.drafter_spec == "z-lab/Qwen3-8B-DFlash-b16"
+    assert found.label == "mlx-community/Qwen3-8B-4bit"
+    assert resolve("Qwen/Qwen3-8B").label == "Qwen3-8B"
+    assert resolve("./folder").label == "./folder"
+
+
+def test_a_target_may_have_a_second_drafter(tmp_path: Path) -> None:
+    second = MINIMAL.replace('"One"', '"One-b8"').replace('["uno"]', "[]")
+    registry = read(tmp_path, MINIMAL + second.replace("One-DFlash", "One-DFlash-b8"))
+    assert registry.resolve("org/One").drafter_spec == "org/One-DFlash"
+    assert registry.resolve("One-b8").drafter_spec == "org/One-DFlash-b8"
+
+
+@pytest.mark.parametrize(
+    ("name", "bases", "trained_for"),
+    [
+        ("someone/Qwen3-8B-ft", (), "Qwen3-8B"),
+        ("someone/my-qwen3-8b", (), "Qwen3-8B"),
+        ("/models/Qwen3-8B.Q4_K_M.gguf", (), "Qwen3-8B"),
+        ("./Qwen3-8B/", (), "Qwen3-8B"),
+        ("mlx-community/Qwen3-8B-3bit", (), "Qwen3-8B"),
+        ("someone/Qwen3.5-27B-Distilled", (), "Qwen3.5-27B"),
+        ("someone/Muse-Glimmer-30B-DFlash1-ft", (), "Muse-Glimmer-30B-DFlash1"),
+        ("someone/thing", ("Qwen/Qwen3-8B",), "Qwen3-8B"),
+        ("someone/Qwen3-4B-merge", ("someone/else", "Qwen/Qwen3-8B"), "Qwen3-8B"),
+        ("someone/Qwen3-8Billion", (), None),
+        ("someone/Qwen3-8B.5", (), None),
+        ("someone/OldQwen3-8B", (), None),
+        ("someone/thing", ("someone/else",), None),
+    ],
+)
+def test_a_fine_tune_is_offered_the_drafter_of_its_base(
+    name: str, bases: tuple[str, ...], trained_for: str | None
+) -> None:
+    pair = find(trained_for or "")
+    wanted = pair and f"{pair.drafter} was trained for {pair.name}, try --draft {pair.drafter}"
+    assert offer(name, bases) == wanted
+    if "someone" in name:
+        assert resolve(name).drafter_spec is None
+
+
+def test_disagreements_name_both_values() -> None:
+    pair = find("Qwen3-8B")
+    assert pair is not None
+    assert pair.disagreements([1, 9, 17, 25, 33], 16) == []
+    taps, block = pair.disagreements([2, 10, 18, 26, 34], 8)
+    assert "target_layer_ids (2, 10, 18, 26, 34)" in taps
+    assert "expects (1, 9, 17, 25, 33) for Qwen3-8B" in taps
+    assert "block_size 8" in block
+    assert "expects 16" in block

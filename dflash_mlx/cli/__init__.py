@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import chat, convert, doctor, models
+from dflash_mlx.cli import chat, convert, doctor, models, plan
 from dflash_mlx.errors import DFlashError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command("chat")(chat.chat)
 app.command("models")(models.models)
+app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.command("convert")(convert.convert)
 

@@ -43,6 +43,7 @@ def _matches(pair: Pair, name: str | None) -> bool:
 def _row(pair: Pair) -> dict[str, Any]:
     """One pair; bytes_on_disk counts target and drafter, None when neither is here."""
     from dflash_mlx.hub import local_path, size_on_disk
+    from dflash_mlx.plan import target_bytes
 
     places = {
         "target": local_path(pair.target, revision=pair.target_revision),
@@ -57,6 +58,14 @@ def _row(pair: Pair) -> dict[str, Any]:
         "family": pair.family,
         "status": pair.status,
         "note": pair.note,
+        "target_4bit": pair.target_4bit,
+        "target_8bit": pair.target_8bit,
+        "block_size": pair.block_size,
+        "taps": list(pair.taps) if pair.taps else None,
+        "context": pair.context,
+        "licence": pair.licence,
+        "gated": pair.gated,
+        "target_bytes": target_bytes(pair),
         "target_path": str(places["target"]) if places["target"] else None,
         "drafter_path": str(places["drafter"]) if places["drafter"] else None,
         "bytes_on_disk": sum(map(size_on_disk, found)) if found else None,
@@ -71,18 +80,26 @@ def _on_disk(row: dict[str, Any]) -> str:
     return size if len(parts) == 2 else f"{size} ({parts[0]} only)"
 
 
+def _sizes(target_bytes: dict[int, int] | None) -> str:
+    """Gigabytes of the target's weights at 16, 8 and 4 bits."""
+    if target_bytes is None:
+        return "unknown"
+    return " / ".join(f"{target_bytes[bits] / 1e9:.3g}" for bits in (16, 8, 4))
+
+
 def _short(spec: str) -> str:
     """A spec as a person reads it: without hash, a wheel's file by its name."""
     return spec.partition("#")[0].rsplit("/", 1)[-1] if spec.startswith("pypi:") else spec
 
 
 def _show_table(rows: list[dict[str, Any]]) -> None:
-    head = ("NAME", "STATUS", "ON DISK", "FAMILY", "TARGET", "DRAFTER")
+    head = ("NAME", "STATUS", "ON DISK", "GB 16/8/4 BIT", "FAMILY", "TARGET", "DRAFTER")
     lines = [
         (
             row["name"],
             row["status"],
             _on_disk(row),
+            _sizes(row["target_bytes"]),
             row["family"],
             _short(row["target"]),
             _short(row["drafter"]),

@@ -27,9 +27,15 @@ _INTEGERS = {
 _PLAIN = {GGMLQuantizationType.F16: np.float16, GGMLQuantizationType.F64: np.float64}
 
 
-def to_dense(tensor: RawTensor, dtype: mx.Dtype, order: np.ndarray | None = None) -> mx.array:
-    """The tensor's values in `dtype`, with its rows in `order` if given: tensor.shape.
+def to_dense(
+    tensor: RawTensor,
+    dtype: mx.Dtype,
+    order: np.ndarray | None = None,
+    columns: np.ndarray | None = None,
+) -> mx.array:
+    """The tensor's values in `dtype`, rows in `order` and their elements as `columns`, if given.
 
+    Has the shape tensor.shape.
     Raises CheckpointError for a type that the `gguf` package cannot dequantize.
     """
     rows = tensor.rows if order is None else tensor.rows[order]
@@ -46,21 +52,28 @@ def to_dense(tensor: RawTensor, dtype: mx.Dtype, order: np.ndarray | None = None
             values = dequantize(rows, tensor.kind)
         except NotImplementedError:
             raise _unsupported(tensor) from None
-    dense = mx.array(values.reshape(tensor.shape)).astype(dtype)
+    values = values.reshape(tensor.shape)
+    dense = mx.array(values if columns is None else values[..., columns]).astype(dtype)
     mx.eval(dense)  # frees the float32 copy of this tensor before the next one is read
     return dense
 
 
 def to_affine(
-    tensor: RawTensor, dtype: mx.Dtype, order: np.ndarray | None = None
+    tensor: RawTensor,
+    dtype: mx.Dtype,
+    order: np.ndarray | None = None,
+    columns: np.ndarray | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """MLX's packed weight uint32 [N, K·bits/32], scales and biases [N, K/32] of a native type.
+    """MLX's packed weight uint32 [..., N, K·bits/32], scales and biases [..., N, K/32].
 
+    For native types. `columns` moves whole groups of 32 elements only.
     Scales are float16 in the file; a `dtype` of bfloat16 rounds them.
     """
     rows = tensor.rows if order is None else tensor.rows[order]
     n, groups = rows.shape[0], tensor.shape[-1] // GROUP
     blocks = rows.reshape(n, groups, -1)
+    if columns is not None:
+        blocks = blocks[:, columns[::GROUP] // GROUP]
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
     if tensor.kind == GGMLQuantizationType.Q8_0:
         packed = blocks[..., 2:] ^ 0x80  # q + 128 of a signed byte
@@ -71,6 +84,7 @@ def to_affine(
         packed = _nibbles(blocks[..., 4:])
         biases = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0].astype(np.float32)
     weight = np.ascontiguousarray(packed).reshape(n, -1).view(np.uint32)
+    weight, scales, biases = (a.reshape(*tensor.shape[:-1], -1) for a in (weight, scales, biases))
     triple = mx.array(weight), mx.array(scales).astype(dtype), mx.array(biases).astype(dtype)
     mx.eval(triple)
     return triple

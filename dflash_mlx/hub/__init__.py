@@ -12,10 +12,13 @@ from pathlib import Path
 
 from dflash_mlx import paths
 from dflash_mlx.errors import SourceError
+from dflash_mlx.hub.card import base_models
 from dflash_mlx.hub.preview import Preview, preview_repo
 from dflash_mlx.hub.repo import REPO, commit_of, fetch_repo
 from dflash_mlx.hub.request import Request
 from dflash_mlx.hub.wheel import fetch_member, is_recorded, parse_wheel
+
+__all__ = ["Fetched", "base_models", "fetch", "local_path", "size_on_disk"]
 
 
 @dataclass(frozen=True)

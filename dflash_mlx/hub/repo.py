@@ -14,7 +14,7 @@ from dflash_mlx.hub.request import Request, write_whole
 
 # What inference reads. Sub-folders hold other formats of the same weights (original/, onnx/), and
 # consolidated*.safetensors repeats the shards.
-WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
 UNWANTED = ["*/*", "consolidated*.safetensors"]
 
 REPO = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:/(?P<file>.+\.gguf))?")

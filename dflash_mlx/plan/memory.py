@@ -1,0 +1,183 @@
+"""Bytes of a target, its drafter and one sequence: how the program allocates, in numbers.
+
+Buffers grow by steps; the same steps are taken here as in cache/ and decode/session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_mlx.plan.shape import Layer, Shape
+
+# As in cache/kv, cache/context and decode/session, which are not imported since they need MLX.
+GROWTH_ROWS = 256
+REWIND_ROWS = 64
+PREFILL_CHUNK = 512
+
+_ROUTER_BITS = 8  # routers are kept in 8 bits by mlx-lm's recipes
+_SCALE_BITS = {"affine": 32, "mxfp4": 8, "mxfp8": 8, "nvfp4": 8}  # of one group
+_GROUPS = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
+_MXFP4 = 4.25  # bits of a weight with its share of the scale
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How numbers are held: bytes of a float, and bits of a weight by kind where quantized."""
+
+    float_bytes: int
+    weight_bits: Mapping[str, float] = field(default_factory=dict)
+
+    def weight_bytes(self, shape: Shape) -> int:
+        return sum(
+            int(count * self.weight_bits.get(kind, 8 * self.float_bytes) / 8)
+            for kind, count in shape.weights.items()
+        )
+
+
+def precision(
+    shape: Shape, *, metal: bool, bits: int | None, quantization: Mapping[str, Any] | None
+) -> Precision:
+    """What the loader makes of a checkpoint.
+
+    bits: 16, or those of an affine quantization in groups of 64; None: as the checkpoint is,
+    `quantization` being that object of its config.json. The CPU back-end holds all weights in
+    float32, whatever the checkpoint.
+    """
+    if not metal:
+        return Precision(4)
+    if bits is None and quantization:
+        paths = {"embedding": "model.embed_tokens", "head": "lm_head"}
+        own = {kind: quantization.get(paths.get(kind, "")) for kind in shape.weights}
+        kept = (kind for kind in own if kind != "fixed" and own[kind] is not False)
+        held = {kind: _bits(quantization, own[kind]) for kind in kept}
+        return Precision(2, held | ({"experts": _MXFP4} if shape.experts_mxfp4 else {}))
+    weight_bits: dict[str, float] = {}
+    if bits is not None and bits < 16:
+        common = _bits({"bits": bits}, None)
+        weight_bits = dict.fromkeys(("linear", "experts", "embedding", "head"), common)
+        weight_bits["router"] = _bits({"bits": max(bits, _ROUTER_BITS)}, None)
+    if shape.experts_mxfp4:
+        weight_bits["experts"] = _MXFP4
+    return Precision(2, weight_bits)
+
+
+def _bits(common: Mapping[str, Any], own: Any) -> float:
+    """Bits of a weight with its share of the group's scale and bias."""
+    stated = {**common, **(own if isinstance(own, Mapping) else {})}
+    mode = stated.get("mode", "affine")
+    return stated["bits"] + _SCALE_BITS[mode] / stated.get("group_size", _GROUPS[mode])
+
+
+def cache_bytes(shape: Shape, context: int, block: int, float_bytes: int) -> dict[str, int]:
+    """What the target keeps of a sequence of `context` positions with a block in verification."""
+    rows: dict[int | None, int] = {}
+    kv = state = 0
+    for layer in shape.layers:
+        if layer.kv_width:
+            if layer.window not in rows:
+                rows[layer.window] = attention_rows(layer.window, context, block)
+            kv += layer.kv_width * rows[layer.window] * float_bytes
+        state += _state_bytes(layer, context, block, float_bytes)
+    return {"kv_cache": kv, "recurrent_state": state}
+
+
+def _state_bytes(layer: Layer, context: int, block: int, float_bytes: int) -> int:
+    """A state before the block and one behind it, and the block's rows and inputs."""
+    if not layer.state:
+        return 0
+    states = 2 if context > block else 1  # nothing is kept before the first row
+    inputs = (states * layer.conv_tail + block) * layer.channels
+    return 4 * (states * layer.state + block * layer.row) + float_bytes * inputs
+
+
+def draft_cache_bytes(shape: Shape, context: int, block: int, float_bytes: int) -> int:
+    """The drafter's context K/V."""
+    windows = {layer.window for layer in shape.layers}
+    rows = {window: drafter_rows(window, context, block) for window in windows}
+    return sum(layer.kv_width * rows[layer.window] for layer in shape.layers) * float_bytes
+
+
+def attention_rows(window: int | None, context: int, block: int) -> int:
+    """Rows that a target layer's buffers have room for (cache/kv, cache/window)."""
+    if window is not None:
+        buffer = _Buffer(window)
+        for rows in _writes(context, block):
+            buffer.write(rows)
+        return buffer.capacity
+    end = capacity = 0
+    for rows in _writes(context, block):
+        end += rows
+        if end > capacity:
+            capacity = _rounded(max(end, capacity + max(GROWTH_ROWS, capacity // 4)))
+    return capacity
+
+
+def drafter_rows(window: int | None, context: int, block: int) -> int:
+    """Rows that a drafter layer's buffers have room for (cache/context)."""
+    buffer = _Buffer(window)
+    *prompt, last = _writes(context, block)
+    for rows in prompt:
+        given = rows if window is None else min(rows, window - 1 + REWIND_ROWS)
+        if given < rows:
+            buffer.held = 0
+        buffer.write(given, superseded=given)
+    buffer.write(last)
+    return buffer.capacity
+
+
+class _Buffer:
+    """The size of a LayerContext's buffer."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window, self.held, self.capacity = window, 0, 0
+
+    def write(self, rows: int, superseded: int = 0) -> None:
+        if self.held + rows > self.capacity:
+            if self.window is not None:
+                self.held = min(self.held, max(0, self.window - 1 + REWIND_ROWS - superseded))
+            if self.held + rows + GROWTH_ROWS // 2 > self.capacity:
+                grown = self.held + max(GROWTH_ROWS, self.held // 4)
+                self.capacity = _rounded(max(self.held + rows, grown))
+        self.held += rows
+
+
+def _rounded(rows: int) -> int:
+    return -(-rows // GROWTH_ROWS) * GROWTH_ROWS
+
+
+def _writes(context: int, block: int) -> Iterator[int]:
+    """A prompt that fills the context but for one block, chunk by chunk, then that block."""
+    prompt = max(0, context - block)
+    yield from [PREFILL_CHUNK] * (prompt // PREFILL_CHUNK)
+    if rest := prompt % PREFILL_CHUNK:
+        yield rest
+    yield min(block, context)
+
+
+def feature_bytes(shape: Shape, taps: int, context: int, float_bytes: int) -> int:
+    """The tapped features of the largest chunk of a prompt."""
+    return min(PREFILL_CHUNK, context) * taps * shape.hidden_size * float_bytes
+
+
+def activation_bytes(
+    shape: Shape, taps: int, context: int, block: int, float_bytes: int, *, fused: bool
+) -> int:
+    """An estimate of what a forward holds at once beside weights and caches.
+
+    The largest of a prompt's chunk: residual stream, one layer's projections and MLP, and without
+    `fused` attention one layer's scores; and of a block: its logits.
+    """
+    rows = min(PREFILL_CHUNK, context)
+    layers = [
+        rows
+        * (4 * shape.hidden_size + 2 * (a.query_width + a.kv_width) + 3 * a.active_width)
+        * float_bytes
+        + (0 if fused else 2 * 4 * a.heads * rows * min(context, (a.window or context) + rows))
+        + 4 * rows * a.row
+        for a in shape.layers
+    ]
+    tapped = taps * rows * shape.hidden_size * float_bytes
+    logits = block * shape.vocab_size * (float_bytes + 8)
+    return max(max(layers) + tapped, logits)
