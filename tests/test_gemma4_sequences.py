@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from oracle import plain_forward, plain_greedy, plain_logits
 from tiny import tiny_prompt, tiny_target
-from tiny_gemma import VARIANTS
 
 from dflash_mlx.cache import BorrowedCache, KVCache, WindowCache
 from dflash_mlx.segment import Segment
@@ -46,7 +45,8 @@ def test_caches_by_kind_of_layer() -> None:
     assert cache.nbytes == sum(layer.nbytes for layer in list(cache)[:4])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# The other variants' layers are among these.
+@pytest.mark.parametrize("variant", ["gemma4_shared", "gemma4_unified", "gemma4_moe"])
 class TestSequences:
     def test_commit_of_any_count_equals_a_fresh_run(self, variant: str) -> None:
         """Before, while and after the window fills, for every count of a block of 9."""

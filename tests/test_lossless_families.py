@@ -19,7 +19,7 @@ from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.segment import Segment
 
-FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_next", "gemma4", "gemma4_shared", "gemma4_moe"]
+FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_next", "gemma4_shared", "gemma4_moe"]
 TAPS = (0, 2)
 CHUNK = 16
 TOKENS = 24
