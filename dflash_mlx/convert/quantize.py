@@ -125,15 +125,15 @@ class Rules:
 
 
 def mlx_lm_type(config: Mapping[str, Any]) -> str:
-    """The config's model_type as mlx-lm calls it: a text model may bear the name of the whole.
+    """The config's model_type as mlx-lm calls it, which has fewer names for text models alone.
 
-    CheckpointError when mlx-lm has neither.
+    CheckpointError when mlx-lm has none for it.
     """
-    from mlx_lm.utils import MODEL_REMAPPING
-
     name = str(config["model_type"])
-    for known in (name, name.removesuffix("_text")):
-        if importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(known, known)}"):
+    whole = name.removesuffix("_text")
+    alone = [f"{_module_of(whole)}_text"] if whole != name else []
+    for known in (name, *alone, whole):
+        if importlib.util.find_spec(f"mlx_lm.models.{_module_of(known)}"):
             return known
     raise CheckpointError(
         f"mlx-lm has no model_type {name!r}, and the converter asks it what to quantize; convert a "
@@ -141,12 +141,16 @@ def mlx_lm_type(config: Mapping[str, Any]) -> str:
     )
 
 
-def _reference_model(config: Mapping[str, Any]) -> nn.Module:
-    """mlx-lm's model of this config with unset weights; it carries the family's quantization."""
+def _module_of(name: str) -> str:
     from mlx_lm.utils import MODEL_REMAPPING
 
+    return MODEL_REMAPPING.get(name, name)
+
+
+def _reference_model(config: Mapping[str, Any]) -> nn.Module:
+    """mlx-lm's model of this config with unset weights; it carries the family's quantization."""
     name = mlx_lm_type(config)
-    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(name, name)}")
+    module = importlib.import_module(f"mlx_lm.models.{_module_of(name)}")
     return module.Model(module.ModelArgs.from_dict({**config, "model_type": name}))
 
 
