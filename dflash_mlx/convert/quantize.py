@@ -124,11 +124,20 @@ class Rules:
         return self._casts(self.prefix + name)
 
 
-def mlx_lm_type(config: Mapping[str, Any]) -> str:
-    """The config's model_type as mlx-lm calls it, which has fewer names for text models alone.
+def for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config in words that mlx-lm reads as they are meant; CheckpointError when it has none."""
+    read = {**config, "model_type": _mlx_lm_type(config)}
+    if str(config["model_type"]).startswith("gemma4_unified"):
+        # Such models have no inputs a layer and do not say so, and mlx-lm's default is to have them.
+        nested = {**read["text_config"]} if read.get("text_config") else read
+        nested.setdefault("hidden_size_per_layer_input", 0)
+        if nested is not read:
+            read["text_config"] = nested
+    return read
 
-    CheckpointError when mlx-lm has none for it.
-    """
+
+def _mlx_lm_type(config: Mapping[str, Any]) -> str:
+    """The config's model_type as mlx-lm calls it, which has fewer names for text models alone."""
     name = str(config["model_type"])
     whole = name.removesuffix("_text")
     alone = [f"{_module_of(whole)}_text"] if whole != name else []
@@ -149,9 +158,9 @@ def _module_of(name: str) -> str:
 
 def _reference_model(config: Mapping[str, Any]) -> nn.Module:
     """mlx-lm's model of this config with unset weights; it carries the family's quantization."""
-    name = mlx_lm_type(config)
-    module = importlib.import_module(f"mlx_lm.models.{_module_of(name)}")
-    return module.Model(module.ModelArgs.from_dict({**config, "model_type": name}))
+    read = for_mlx_lm(config)
+    module = importlib.import_module(f"mlx_lm.models.{_module_of(read['model_type'])}")
+    return module.Model(module.ModelArgs.from_dict(read))
 
 
 def _prefix(reference: nn.Module, model: nn.Module) -> str:
