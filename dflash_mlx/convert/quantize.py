@@ -128,7 +128,7 @@ def for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config in words that mlx-lm reads as they are meant; CheckpointError when it has none."""
     read = {**config, "model_type": _mlx_lm_type(config)}
     if str(config["model_type"]).startswith("gemma4_unified"):
-        # Such models have no inputs a layer and do not say so, and mlx-lm's default is to have them.
+        # Such models have no inputs a layer and do not say so, which mlx-lm takes for having them.
         nested = {**read["text_config"]} if read.get("text_config") else read
         nested.setdefault("hidden_size_per_layer_input", 0)
         if nested is not read:
