@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_mlx import __version__
 from dflash_mlx.convert.plan import Plan, recipe_json
-from dflash_mlx.convert.quantize import mlx_lm_type
+from dflash_mlx.convert.quantize import for_mlx_lm
 from dflash_mlx.weights import BUNDLED_DRAFTER as DRAFTER
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def result_config(plan: Plan, hashes: Mapping[str, str], check: SelfCheck) -> di
     config = {k: v for k, v in plan.source.config.items() if k not in _DROPPED}
     if "rope_freq_factors" in config:
         config = with_llama3_scaling(config)
-    config["model_type"] = mlx_lm_type(config)
+    config = for_mlx_lm(config)
     quantization = plan.decision.quantization
     if dtype := plan.order.recipe.dtype:
         config["torch_dtype"] = dtype

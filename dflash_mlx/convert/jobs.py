@@ -32,6 +32,7 @@ class Decision:
 
     jobs: list[Job]
     quantization: dict[str, Any]
+    prefix: str  # before every name that is written
     kept: int  # modules that stay as the source has them quantized
     quantized: int  # modules quantized anew
 
@@ -60,15 +61,16 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
         packed = source.packed.get(path) if leaf == "weight" else None
         own = dtype if rules.casts(name) else None
         if packed and _stays(packed.settings, settings):
-            jobs += [_job(source, n, part, own, None) for n, part in packed.parts.items()]
+            jobs += [_job(source, n, p, own, None, rules.prefix) for n, p in packed.parts.items()]
             settings = packed.settings
             kept += 1
         else:
-            jobs.append(_job(source, name, source.weights[name], own, settings))
+            weight = source.weights[name]
+            jobs.append(_job(source, name, weight, own, settings, rules.prefix))
             quantized += settings is not None
         if settings not in (None, rules.common):
-            exceptions[path] = settings
-    return Decision(jobs, {**rules.common, **exceptions}, kept, quantized)
+            exceptions[rules.prefix + path] = settings
+    return Decision(jobs, {**rules.common, **exceptions}, rules.prefix, kept, quantized)
 
 
 def _stays(has: Settings, wanted: Settings | None) -> bool:
@@ -102,11 +104,16 @@ def plain_jobs(source: Source, dtype: mx.Dtype) -> list[Job]:
 
 
 def _job(
-    source: Source, name: str, weight: Weight, dtype: mx.Dtype | None, settings: Settings | None
+    source: Source,
+    name: str,
+    weight: Weight,
+    dtype: mx.Dtype | None,
+    settings: Settings | None,
+    prefix: str = "",
 ) -> Job:
     is_float = mx.issubdtype(weight.dtype, mx.floating)
     kind = dtype if dtype is not None and is_float else weight.dtype
-    outputs: list[Output] = outputs_of(name, weight.shape, kind, settings)
+    outputs: list[Output] = outputs_of(prefix + name, weight.shape, kind, settings)
 
     def encoded() -> Iterator[memoryview]:
         array = weight.read()

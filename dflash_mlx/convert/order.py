@@ -106,12 +106,14 @@ def _write_weights(plan: Plan, folder: WorkFolder, progress: Progress) -> int:
 
 
 def _self_check(plan: Plan) -> SelfCheck:
-    quantization = plan.decision.quantization
+    prefix = plan.decision.prefix
+    settings = {k.removeprefix(prefix): v for k, v in plan.decision.quantization.items()}
     groups = Groups(
-        {k: v for k, v in quantization.items() if not isinstance(v, dict)},
-        {k: v for k, v in quantization.items() if isinstance(v, dict)},
+        {k: v for k, v in settings.items() if not isinstance(v, dict)},
+        {k: v for k, v in settings.items() if isinstance(v, dict)},
     )
-    written = Checkpoint(plan.source.config, groups, read_weights(plan.destination))
+    weights = {k.removeprefix(prefix): v for k, v in read_weights(plan.destination).items()}
+    written = Checkpoint(plan.source.config, groups, weights)
     before, after = open_source(plan.loads.path), open_folder(plan.destination, written)
     return compare(before, after, plan.prompt)
 

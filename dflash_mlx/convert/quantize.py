@@ -10,12 +10,14 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from dflash_mlx.errors import CheckpointError, UsageError
 
@@ -28,6 +30,8 @@ GROUP_SIZES = (32, 64, 128)
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+_PREFIXES = ("", "language_model.")
 
 #: bytes of source rows quantized at once, so that no second copy of a large tensor is held
 CHUNK = 4_000_000
@@ -88,10 +92,14 @@ class Recipe:
 
 
 class Rules:
-    """mlx-lm's own choices for one model: what to quantize how, and what keeps its float type."""
+    """mlx-lm's own choices for one model: what to quantize how, and what keeps its float type.
+
+    `prefix` stands before the model's names where mlx-lm has it inside of a larger one.
+    """
 
     def __init__(self, recipe: Recipe, config: Mapping[str, Any], model: nn.Module) -> None:
         reference = _reference_model(config)
+        self.prefix = _prefix(reference, model)
         self.common = recipe.settings
         self._predicate: Predicate | None = getattr(reference, "quant_predicate", None)
         if recipe.mixed:
@@ -104,7 +112,7 @@ class Rules:
             return None
         if module.weight.shape[-1] % self.common["group_size"]:
             return None
-        chosen = True if self._predicate is None else self._predicate(path, module)
+        chosen = True if self._predicate is None else self._predicate(self.prefix + path, module)
         if isinstance(chosen, Mapping):
             chosen = {"mode": "affine", **chosen}
             # A recipe's or gate's own group size has to divide the rows as well.
@@ -113,19 +121,28 @@ class Rules:
 
     def casts(self, name: str) -> bool:
         """Whether the parameter takes the dtype asked for."""
-        return self._casts(name)
+        return self._casts(self.prefix + name)
 
 
-def mlx_lm_type(config: Mapping[str, Any]) -> str:
-    """The config's model_type as mlx-lm calls it: a text model may bear the name of the whole.
+def for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config in words that mlx-lm reads as they are meant; CheckpointError when it has none."""
+    read = {**config, "model_type": _mlx_lm_type(config)}
+    if str(config["model_type"]).startswith("gemma4_unified"):
+        # Such models have no inputs a layer and do not say so, which mlx-lm takes for having them.
+        nested = {**read["text_config"]} if read.get("text_config") else read
+        nested.setdefault("hidden_size_per_layer_input", 0)
+        if nested is not read:
+            read["text_config"] = nested
+    return read
 
-    CheckpointError when mlx-lm has neither.
-    """
-    from mlx_lm.utils import MODEL_REMAPPING
 
+def _mlx_lm_type(config: Mapping[str, Any]) -> str:
+    """The config's model_type as mlx-lm calls it, which has fewer names for text models alone."""
     name = str(config["model_type"])
-    for known in (name, name.removesuffix("_text")):
-        if importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(known, known)}"):
+    whole = name.removesuffix("_text")
+    alone = [f"{_module_of(whole)}_text"] if whole != name else []
+    for known in (name, *alone, whole):
+        if importlib.util.find_spec(f"mlx_lm.models.{_module_of(known)}"):
             return known
     raise CheckpointError(
         f"mlx-lm has no model_type {name!r}, and the converter asks it what to quantize; convert a "
@@ -133,13 +150,33 @@ def mlx_lm_type(config: Mapping[str, Any]) -> str:
     )
 
 
-def _reference_model(config: Mapping[str, Any]) -> nn.Module:
-    """mlx-lm's model of this config with unset weights; it carries the family's quantization."""
+def _module_of(name: str) -> str:
     from mlx_lm.utils import MODEL_REMAPPING
 
-    name = mlx_lm_type(config)
-    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(name, name)}")
-    return module.Model(module.ModelArgs.from_dict({**config, "model_type": name}))
+    return MODEL_REMAPPING.get(name, name)
+
+
+def _reference_model(config: Mapping[str, Any]) -> nn.Module:
+    """mlx-lm's model of this config with unset weights; it carries the family's quantization."""
+    read = for_mlx_lm(config)
+    module = importlib.import_module(f"mlx_lm.models.{_module_of(read['model_type'])}")
+    return module.Model(module.ModelArgs.from_dict(read))
+
+
+def _prefix(reference: nn.Module, model: nn.Module) -> str:
+    """What mlx-lm wants before our names; CheckpointError when it would not read them at all."""
+    ours: Any = dict(tree_flatten(model.parameters()))  # shapes alone: nothing is evaluated
+    theirs = {name for name, _ in cast(Any, tree_flatten(reference.parameters()))}
+    for prefix in _PREFIXES:
+        given = {prefix + name: array for name, array in ours.items()}
+        read = reference.sanitize(given) if hasattr(reference, "sanitize") else given
+        if read.keys() == theirs:
+            return prefix
+    odd = sorted(theirs ^ ours.keys())
+    raise CheckpointError(
+        f"mlx-lm {version('mlx-lm')} has other parameters than this model, {odd[0]} among them; "
+        "install the version that this program asks for."
+    )
 
 
 def _mixed(recipe: Recipe, model: nn.Module) -> Predicate:

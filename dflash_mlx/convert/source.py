@@ -144,9 +144,9 @@ def _affine_parts(
             waiting.update(read())
         return waiting.pop(name)
 
-    rows, inputs = shape
-    scales = ((rows, inputs // settings["group_size"]), mx.float32)
-    parts = (((rows, inputs * settings["bits"] // 32), mx.uint32), scales, scales)
+    *rows, inputs = shape
+    scales = ((*rows, inputs // settings["group_size"]), mx.float32)
+    parts = (((*rows, inputs * settings["bits"] // 32), mx.uint32), scales, scales)
     return {
         name: Weight(*part, partial(take, name))
         for name, part in zip((module + p for p in _PARTS), parts, strict=True)
