@@ -33,7 +33,16 @@ from dflash_mlx.registry import find, load_registry
 from dflash_mlx.segment import Segment
 
 CPU = Memory(10**12, 10**12, False, "a test")
-FAMILIES = ["llama", "qwen3", "qwen3_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma4"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "gemma4",
+]
 #: positions around the sizes at which buffers grow
 CONTEXTS = [1, 30, 257, 600, 1100]
 BLOCK = 7
