@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 from bench_cycles import paired_cycles
-from bench_pairs import AA_LIMIT, BOUNDS, CLOCKS, Pairs, Run, deciding_clock, judge, timed
+from bench_pairs import AA_LIMIT, BOUNDS, CLOCKS, Pairs, Run, deciding_clock, judge, steady, timed
 from mlx_lm.generate import generation_stream, stream_generate
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -201,6 +201,7 @@ def document(bench: Bench, repeats: int) -> dict[str, Any]:
         "aa": pairs.median("aa", "wall"),
         "aa_cpu": pairs.median("aa", "cpu"),
         "judged_by": clock,
+        "steady": steady(pairs),
         **{other: {name: pairs.median(name, other) for name in names} for other in CLOCKS},
         "tokens_per_cycle": bench.tokens_per_cycle,
         "bounds": verdicts,
@@ -250,6 +251,11 @@ def table(bench: Bench, found: Mapping[str, Any]) -> Iterator[str]:
     yield f"judged by {clock} seconds (plain against itself by wall: {found['aa']:.4f}, " + (
         f"within {AA_LIMIT:.0%})" if clock == "wall" else f"off by more than {AA_LIMIT:.0%})"
     )
+    if not found["steady"]:
+        yield (
+            f"no clock finds plain as fast as itself (by cpu: {found['aa_cpu']:.4f}): this machine "
+            "is too busy to judge hundredths; measure again on an idle one"
+        )
     for name, verdict in found["bounds"].items():
         word = "at least" if "at_least" in verdict else "at most"
         bound = verdict.get("at_least", verdict.get("at_most"))

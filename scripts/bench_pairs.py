@@ -129,6 +129,12 @@ def deciding_clock(pairs: Pairs) -> str:
     return "wall" if aa is not None and abs(aa - 1) <= AA_LIMIT else "cpu"
 
 
+def steady(pairs: Pairs) -> bool:
+    """Whether the deciding clock finds plain decoding as fast as itself."""
+    aa = pairs.median("aa", deciding_clock(pairs))
+    return aa is not None and abs(aa - 1) <= AA_LIMIT
+
+
 def judge(pairs: Pairs, wanted: Iterable[str] = BOUNDS) -> dict[str, dict[str, Any]]:
     """The wanted bounds, each with its value and whether it is kept; without a value it is not."""
     clock, verdicts = deciding_clock(pairs), {}

@@ -24,7 +24,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import bench_cycles  # noqa: E402
 import bench_engine  # noqa: E402
-from bench_pairs import BOUNDS, Pairs, Run, Seconds, deciding_clock, judge, timed  # noqa: E402
+from bench_pairs import BOUNDS, Pairs, Run, Seconds, deciding_clock, judge, steady, timed  # noqa: E402
 
 __all__ = ["checkout"]  # a fixture of the scripts' tests
 N = 14
@@ -133,6 +133,15 @@ def test_cpu_seconds_decide_where_plain_differs_from_itself(aa: float, clock: st
     )
     assert deciding_clock(pairs) == clock
     assert [v["pass"] for v in judge(pairs).values()] == [clock == "cpu"] * 3
+
+
+def test_a_machine_on_which_no_clock_can_be_trusted_is_told(measured):
+    bench, found = measured
+    for wall, cpu, good in ((1.0, 1.5, True), (1.2, 1.005, True), (1.2, 0.95, False)):
+        pairs = Pairs({"aa": {"wall": [wall], "cpu": [cpu]}})
+        assert steady(pairs) is good
+        shown = "\n".join(bench_engine.table(bench, {**found, "steady": good}))
+        assert ("too busy to judge" in shown) is not good
 
 
 @pytest.mark.parametrize("name", BOUNDS)
