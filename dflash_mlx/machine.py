@@ -196,7 +196,7 @@ def _describe(library: str) -> tuple[str, str]:
     words = everyone.openblas_get_config().decode().split()
     threads = everyone.openblas_get_num_threads()
     unit = "thread" if threads == 1 else "threads"
-    return " ".join(words[:2]), f"Loaded before MLX, with {threads} {unit} ({_THREADS})."
+    return " ".join(words[:2]), f"Loaded before MLX, with {threads} {unit}; {_THREADS} sets more."
 
 
 def back_end() -> tuple[str, str]:

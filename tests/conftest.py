@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ import mlx.core as mx
 import pytest
 
 pytest_plugins = ["engine_fixtures"]
+
+# A shell that starts the suite in the background makes it ignore Ctrl-C, and what it starts, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

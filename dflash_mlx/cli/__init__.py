@@ -46,7 +46,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Run language models on this machine with DFlash speculative decoding: lossless, faster."""
+    """Run language models on this machine with DFlash speculative decoding."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -192,24 +192,28 @@ def _question(prompt: str | None, as_json: bool) -> str | None:
 
 
 def _read_stdin() -> str:
+    """Standard input as text, without the newline that ends its last line."""
     if sys.stdin is None:
         return ""
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"Standard input is not UTF-8 text (byte {error.start}). Convert it first."
         ) from None
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _answer(engine: Engine, question: str, how: Answering) -> None:
     """Stream one answer to standard output, then its statistics to standard error."""
     writer = console.AnswerWriter()
     final = None
-    for chunk in engine.stream(question, **how.for_answer()):
-        writer.write(chunk)
-        final = chunk.stats
-    writer.end()
+    try:
+        for chunk in engine.stream(question, **how.for_answer()):
+            writer.write(chunk)
+            final = chunk.stats
+    finally:
+        writer.end()  # also when Ctrl-C stops the answer in the middle of a line
     if final is not None:
         console.Warnings().show(final.warnings)
         if how.stats is not False:

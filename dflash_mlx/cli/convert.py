@@ -73,7 +73,7 @@ def convert(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Make a quantized MLX folder of SRC that `chat` and mlx-lm read, with its drafter inside."""
+    """Make a quantized MLX folder of SRC, its drafter inside."""
     from dflash_mlx.machine import prepare_blas
 
     prepare_blas()  # the next line imports MLX

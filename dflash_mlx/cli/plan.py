@@ -37,7 +37,7 @@ def plan(
         bool, typer.Option("--json", help="Print one JSON document.", show_default=False)
     ] = False,
 ) -> None:
-    """Tell what a model needs of memory, and what fits; exits with 1 when it does not fit."""
+    """Show how much memory a model needs. Exits with 1 when it does not fit."""
     from dflash_mlx import plan as planning
 
     if bits is not None and bits not in planning.BITS:

@@ -47,7 +47,9 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
     place = Path(os.path.expanduser(name))
     pair = None if "/" in name and place.exists() else registry.find(name)
     if pair is None:
-        return _of_config(name, _local_config(name, place), None, drafted)
+        config = _local_config(name, place)
+        beside = _drafter_beside(place, config) if drafted else None
+        return _of_config(name, config, None, drafted, beside)
     if pair.config is not None:
         config = {"max_position_embeddings": pair.context, **pair.config}
         for bits, spec in _conversions(pair):
@@ -61,6 +63,15 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
             "and give its path."
         )
     return _of_config(name, _read(found), pair, drafted)
+
+
+def _drafter_beside(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the drafter that a conversion put into the target's folder."""
+    record = (config.get("conversion") or {}).get("drafter")
+    file = folder / "drafter" / "config.json"
+    if not isinstance(record, dict) or not file.is_file():
+        return None
+    return _read(file)
 
 
 def _is_conversion(name: str, pair: Pair) -> bool:
@@ -132,11 +143,21 @@ def _exceptions(quantization: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _of_config(name: str, config: Mapping[str, Any], pair: Pair | None, drafted: bool) -> Model:
+def _of_config(
+    name: str,
+    config: Mapping[str, Any],
+    pair: Pair | None,
+    drafted: bool,
+    beside: Mapping[str, Any] | None = None,
+) -> Model:
     target = read_shape(config)
     remarks = _exceptions(config.get("quantization") or {})
-    draft, taps, drafter = None, 0, None
-    if pair is not None and drafted:
+    draft, taps, drafter, block = None, 0, None, pair.block_size if pair else None
+    if beside is not None:
+        own = {**beside, **(beside.get("dflash_config") or {})}
+        drafter, taps, block = f"{name}/drafter", len(own["target_layer_ids"]), own["block_size"]
+        draft = read_draft_shape(own, taps, target.vocab_size)
+    elif pair is not None and drafted:
         drafter, taps = pair.drafter, len(pair.taps or ()) or ASSUMED_TAPS
         if pair.taps is None:
             remarks.append(f"How many layers {drafter} taps is not known; {taps} are assumed.")
@@ -146,7 +167,7 @@ def _of_config(name: str, config: Mapping[str, Any], pair: Pair | None, drafted:
             draft = read_draft_shape(pair.draft, taps, target.vocab_size)
     elif drafted:
         remarks.append(f"No drafter is known for {name}; it is planned without one.")
-    block = ((pair.block_size if pair else None) or ASSUMED_BLOCK) if drafter else 1
+    block = (block or ASSUMED_BLOCK) if drafter else 1
     return Model(
         name=name if pair is None or _is_conversion(name, pair) else pair.name,
         target=target,
