@@ -10,6 +10,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
 from dflash_mlx import __version__
 from dflash_mlx.cli import chat, convert, doctor, models, plan
@@ -60,8 +61,29 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
 
 
+def _help(arguments: list[str]) -> str | None:
+    """The help text that `arguments` ask for, None when they ask for none.
+
+    Typer would import pydantic to find out that there is nothing to parse: a quarter of a second.
+    """
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if "--help" not in before:
+        return None
+    group = get_command(app)
+    root = typer.Context(group, info_name="dflash-mlx")
+    if before[0] == "--help":
+        return group.get_help(root)
+    command = group.commands.get(before[0])  # type: ignore[attr-defined]
+    if command is None:
+        return None
+    return command.get_help(typer.Context(command, info_name=before[0], parent=root))
+
+
 def _run(arguments: list[str]) -> int:
     try:
+        if (text := _help(arguments or ["--help"])) is not None:
+            print(text, flush=True)
+            return 0
         code = app(arguments or ["--help"], prog_name="dflash-mlx", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
