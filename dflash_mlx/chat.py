@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.stats import GenerationStats
+from dflash_mlx.errors import UsageError
 from dflash_mlx.generate import Chunk, Transcript
 from dflash_mlx.prompt import Message, Prompt, refuse_empty
 
@@ -22,10 +23,12 @@ class Chat:
         self._system = system
         self._thinking = thinking
         self._session = engine.new_session()
+        self._open: Generator[Chunk, None, None] | None = None  # the last answer's stream
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation; the system message stays."""
+        """Forget the conversation; the system message stays. An open answer is closed."""
+        self._close()
         system = self._system
         self.messages: list[Message] = (
             [{"role": "system", "content": system}] if system is not None else []
@@ -45,13 +48,26 @@ class Chat:
     ) -> Generator[Chunk, None, None]:
         """Answer the next user message; options and chunks as in `Engine.stream`.
 
-        Closing the generator keeps what was said so far in the conversation.
+        Closing the generator keeps what was said so far in the conversation. One answer runs at
+        a time: an earlier one that is still open is closed.
         """
         refuse_empty(text)
+        self._close()
         user: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, user])
         limit = self._engine.limit(prompt, max_tokens)
-        return self._turn(user, prompt, limit, sampling, stop)
+        self._open = self._turn(user, prompt, limit, sampling, stop)
+        return self._open
+
+    def _close(self) -> None:
+        if self._open is not None:
+            try:
+                self._open.close()
+            except ValueError:  # it is running: its thread holds the caches
+                raise UsageError(
+                    "An answer of this chat is running in another thread. Wait for it to end."
+                ) from None
+            self._open = None
 
     def _prompt(self, messages: list[Message]) -> Prompt:
         """The conversation as tokens, those already run kept as they were generated.
@@ -86,13 +102,15 @@ class Chat:
             answer.close()
             if said.ids:
                 self.messages += [user, {"role": "assistant", "content": visible}]
-                self._remember(prompt, said)
+                self._remember(prompt, said, visible)
 
-    def _remember(self, prompt: Prompt, said: Transcript) -> None:
+    def _remember(self, prompt: Prompt, said: Transcript, visible: str) -> None:
         tokenizer = self._engine.tokenizer
         self._ids = prompt.ids + said.ids
         self._shown = None
-        if prompt.text is not None:
+        # Text held back by a stop string or a tag could look like the start of the template's
+        # next mark; the history is encoded anew then.
+        if prompt.text is not None and said.text == visible:
             ended = said.ids[-1] in tokenizer.end_ids
             end = tokenizer.token_text(said.ids[-1]) if ended else ""
             self._shown = prompt.text + said.text + end

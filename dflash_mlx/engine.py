@@ -152,6 +152,11 @@ class Engine:
             given = [{"role": "user", "content": given}]
         items = as_items(given)
         if not isinstance(items[0], Mapping | str | tuple | list):
+            if system is not None or thinking is not None:
+                raise UsageError(
+                    "A prompt of token ids has no system message and no thinking mode. "
+                    "Leave these options out."
+                )
             return Prompt(checked_ids(items, self.target.vocab_size, self.model), None)
         messages = checked_messages(items, system)
         text = self.tokenizer.render(messages, thinking=thinking)

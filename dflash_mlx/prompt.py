@@ -28,6 +28,17 @@ def refuse_empty(text: str) -> None:
     """UsageError for a message of nothing but white space."""
     if not text.strip():
         raise UsageError("The prompt is empty. Give some text to answer.")
+    refuse_broken(text)
+
+
+def refuse_broken(text: str) -> None:
+    """UsageError for text that is no valid Unicode, such as arguments that are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"The text is not valid Unicode (character {error.start}). Give it as UTF-8."
+        ) from None
 
 
 def as_items(given: Any) -> list[Any]:
@@ -52,6 +63,9 @@ def checked_messages(items: Sequence[Any], system: str | None) -> list[Message]:
                 'A message is a mapping with "role" and "content".'
             )
     messages = [dict(item) for item in items]
+    for text in (system, *(m.get("content") for m in messages)):
+        if isinstance(text, str):
+            refuse_broken(text)
     if system is None:
         return messages
     if messages[0].get("role") == "system":

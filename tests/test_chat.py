@@ -194,3 +194,31 @@ def test_the_tiny_tokenizer_is_exact(tmp_path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path))
     assert tokenizer.decode(tokenizer.encode_plain("héllo\n")) == "héllo\n"
     assert tokenizer.end_ids == {END}
+
+
+def test_a_new_message_closes_an_open_answer(engine):
+    chat = engine.chat()
+    first = chat.send("hello", max_tokens=30)
+    seen = [next(first), next(first)]
+    second = chat.send("other", max_tokens=5)
+    assert list(first) == []
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+    assert chat.messages[1]["content"] == "".join(c.text for c in seen)
+    assert sum(len(c.token_ids) for c in second) == 5
+    third = chat.send("third", max_tokens=30)
+    next(third)
+    chat.reset()
+    assert list(third) == []
+    assert chat.messages == []
+
+
+def test_text_held_back_is_not_taken_for_the_templates_mark(engine):
+    """A stop string that begins as the template's end mark does: the next prompt is right."""
+    chat = engine.chat()
+    whole, _ = say(chat, "Hi", max_tokens=20)
+    chat.reset()
+    stop = whole[6:8]
+    say(chat, "Hi", max_tokens=20, stop=[stop])
+    assert chat._shown is None
+    prompt = chat._prompt([*chat.messages, {"role": "user", "content": "Next"}])
+    assert prompt.ids == engine.tokenizer.encode_plain(prompt.text)

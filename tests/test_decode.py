@@ -245,6 +245,8 @@ def test_conversation_goes_on_plainly_behind_a_nan(target, texts):
     assert tokens == truth[20:30]
     assert (stats.engine, stats.cycles) == ("plain", 0)
     assert "NaN" in stats.engine_reason
+    session.reset()  # as a failed rewind does
+    assert session.draft_cache is None
 
 
 def test_drafter_that_never_agrees_is_named(target, texts):

@@ -175,6 +175,11 @@ def test_raw_tokens_and_missing_template(tmp_path, target, prompt_ids, truth, pl
          'A message is a mapping with "role" and "content".'),
         ({"role": "user", "content": "a"}, {}, "The prompt is a dict. "
          "Give a string, a list of messages or a list of token ids."),
+        ([1, 2], {"system": "x"}, "A prompt of token ids has no system message and no thinking "
+         "mode. Leave these options out."),
+        ("a\ud800b", {}, "The text is not valid Unicode (character 1). Give it as UTF-8."),
+        ("x", {"system": "\udcff"}, "The text is not valid Unicode (character 0). "
+         "Give it as UTF-8."),
         (3, {}, "The prompt is a int. Give a string, a list of messages or a list of token ids."),
         ("x", {"max_tokens": True}, "max_tokens is True. Give a whole number above 0."),
         ("x", {"stop": "END"}, "stop is a str. Give a list of strings."),

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from dflash_mlx.plan import Fit
 
 
+MOST_MEMORY_GB = 1_000_000
+MOST_CONTEXT = 100_000_000
+
+
 def plan(
     model: Annotated[
         str, typer.Argument(help="Name, config.json, model folder, GGUF file or fetched hub id.")
@@ -43,8 +47,12 @@ def plan(
     if bits is not None and bits not in planning.BITS:
         known = ", ".join(map(str, planning.BITS))
         raise UsageError(f"--bits is {bits}. Give one of {known}.")
-    if memory is not None and memory <= 0:
-        raise UsageError(f"--memory is {memory:g}. Give gigabytes above 0.")
+    if memory is not None and not 0 < memory < MOST_MEMORY_GB:
+        raise UsageError(
+            f"--memory is {memory:g}. Give gigabytes above 0 and below {MOST_MEMORY_GB}."
+        )
+    if context is not None and context > MOST_CONTEXT:
+        raise UsageError(f"--context is {context}. Give at most {MOST_CONTEXT} tokens.")
     machine = planning.this_machine() if memory is None else planning.mac_memory(memory)
     found = planning.find_model(model, drafted=drafter)
     fit = planning.plan(found, machine, context, bits)

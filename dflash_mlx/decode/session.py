@@ -51,6 +51,7 @@ class Session:
         self.block_size = block_size or (drafter.block_size if drafter else 1)
         self.prefill_chunk = prefill_chunk
         self._guard = guard
+        self._sick = False  # the drafter has produced NaN
         self.reset()
 
     def reset(self) -> None:
@@ -58,7 +59,7 @@ class Session:
         self.ids: list[int] = []  # tokens whose rows are committed
         self.cache = self.target.make_cache()
         self.draft_cache: DraftCache | None = None
-        if self.drafter is not None and self.block_size > 1:
+        if self.drafter is not None and self.block_size > 1 and not self._sick:
             self.draft_cache = self.drafter.make_cache()
 
     def rewind(self, length: int) -> None:
@@ -259,7 +260,7 @@ class Session:
 
     def _watch_drafter(self, healthy: bool, stats: GenerationStats) -> None:
         if not healthy:
-            self.draft_cache = None
+            self.draft_cache, self._sick = None, True
             stats.warn(
                 "The drafter produced NaN; the rest was decoded without it. "
                 "The text is not affected; load another drafter or another --dtype."
