@@ -81,7 +81,7 @@ def expected_cycles(plan, block, n):
 @pytest.mark.parametrize("block", [2, 3, 7, 8, 16])
 @pytest.mark.parametrize("plan", PLANS)
 def test_lossless_matrix(target, texts, plan, block, length):
-    n = 32
+    n = 40
     prompt, truth = texts(length, n)
     features = plain_features(target, prompt + truth, TAPS)
     drafter = oracle(target, prompt, truth, block, PLANS[plan], features=features)
