@@ -64,6 +64,29 @@ class Tokenizer:
     def has_template(self) -> bool:
         return bool(self._template)
 
+    @property
+    def mask_id(self) -> int | None:
+        """The mask token, where the tokenizer names one."""
+        return self._hf.mask_token_id
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id that stands for a token."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def spare_control_id(self) -> int | None:
+        """The first special token that no part of a conversation is: not in the chat template, no
+        begin, end, padding or unknown token. None when there is none.
+        """
+        hf = self._hf
+        named = {hf.bos_token_id, hf.eos_token_id, hf.pad_token_id, hf.unk_token_id, *self.end_ids}
+        free = (
+            token
+            for token in sorted(self._special - named)
+            if self.token_text(token) not in self._template
+        )
+        return next(free, None)
+
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt, framed as the tokenizer does by itself (often one BOS in front).
 

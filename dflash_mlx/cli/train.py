@@ -1,0 +1,229 @@
+"""`dflash-mlx train`: options in, progress on standard error, and a drafter in a folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_mlx.cli import console
+from dflash_mlx.errors import UsageError
+
+if TYPE_CHECKING:
+    from dflash_mlx.train.run import Order
+    from dflash_mlx.train.trainer import Report
+
+
+def _option(text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, show_default=False)
+
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="A name that `chat` takes.")]
+Out = Annotated[Path, _option("The folder of the drafter and of the run's state.", "--out")]
+Prompts = Annotated[
+    list[Path] | None,
+    _option("JSONL of prompts that the target answers first; several times.", "--prompts"),
+]
+Answers = Annotated[
+    list[Path] | None,
+    _option("JSONL with prompt_ids and answer_ids of this target; several times.", "--answers"),
+]
+Init = Annotated[
+    str,
+    _option(
+        "First weights: the target's last layers, chance, or a drafter's.",
+        "--init",
+        metavar="target|random|DRAFTER",
+    ),
+]
+Work = Annotated[
+    Path | None, _option("Where answers and features are kept; below --out without it.", "--work")
+]
+Online = Annotated[
+    bool, _option("Compute features while training instead of storing them.", "--online")
+]
+CacheLimit = Annotated[
+    float | None, _option("Most disk space for features.", "--cache-limit", metavar="GB")
+]
+CacheDtype = Annotated[
+    str, _option("Of stored features.", "--cache-dtype", metavar="bfloat16|float16|float32")
+]
+Temperature = Annotated[float, _option("Of the answers to --prompts; 0 is greedy.", "--temp")]
+MaxAnswer = Annotated[int, _option("Longest answer, in tokens; 512 without it.", "--max-answer")]
+Slots = Annotated[int, _option("Answers generated at a time; 32 without it.", "--slots")]
+Layers = Annotated[int | None, _option("Layers of the drafter; 5 without it.", "--layers")]
+BlockSize = Annotated[int, _option("Anchor and drafts; 16 without it.", "--block-size")]
+Taps = Annotated[
+    str | None,
+    _option("How many target layers are read, or which, as 1,8,15.", "--taps", metavar="N|LIST"),
+]
+Windows = Annotated[
+    int | None, _option("Positions a layer of the drafter sees; all without it.", "--windows")
+]
+Causal = Annotated[
+    bool | None, _option("Rows of a block see earlier ones only.", "--causal/--bidirectional")
+]
+Selector = Annotated[
+    int | None,
+    _option("Train DFlash 2 with a candidate selector of this rank.", "--selector-rank"),
+]
+MaskToken = Annotated[int | None, _option("The id that stands for a mask.", "--mask-token")]
+MaxLength = Annotated[
+    int, _option("Longest text, prompt included; 2048 without it.", "--max-length")
+]
+Gamma = Annotated[
+    float | None, _option("Row k weighs exp(-(k-1)/gamma); by block size without it.", "--gamma")
+]
+Anchors = Annotated[int, _option("Blocks a text and epoch; 512 without it.", "--anchors")]
+StepBlocks = Annotated[int, _option("Blocks of one step; 256 without it.", "--step-blocks")]
+PassBlocks = Annotated[
+    int, _option("Blocks of one pass: less memory with fewer; 64 without it.", "--pass-blocks")
+]
+Epochs = Annotated[int, _option("6 without it.", "--epochs")]
+Steps = Annotated[int | None, _option("Stop the schedule at so many steps.", "--steps")]
+Rate = Annotated[float, _option("Peak learning rate; 6e-4 without it.", "--lr")]
+Soft = Annotated[
+    float, _option("Share of the target's distribution in the labels, 0 to 1.", "--soft")
+]
+HeldOut = Annotated[int, _option("Texts that only measure; 48 without it.", "--held-out")]
+Every = Annotated[int, _option("Steps between measurements; 200 without it.", "--measure-every")]
+Seed = Annotated[int, _option("Of data order, answers and first weights.", "--seed")]
+Dtype = Annotated[
+    str, _option("Of the target.", "--dtype", metavar="auto|bfloat16|float16|float32")
+]
+TrainDtype = Annotated[
+    str | None, _option("Of the drafter's passes.", "--train-dtype", metavar="float32|bfloat16")
+]
+Revision = Annotated[
+    str | None, _option("Commit, tag or branch of the target's hub repo.", "--revision")
+]
+Json = Annotated[bool, _option("Print one JSON document as the last line.", "--json")]
+
+
+def train(
+    target: Target,
+    out: Out,
+    prompts: Prompts = None,
+    answers: Answers = None,
+    init: Init = "target",
+    work: Work = None,
+    online: Online = False,
+    cache_limit: CacheLimit = None,
+    cache_dtype: CacheDtype = "bfloat16",
+    temp: Temperature = 0.0,
+    max_answer: MaxAnswer = 512,
+    slots: Slots = 32,
+    layers: Layers = None,
+    block_size: BlockSize = 16,
+    taps: Taps = None,
+    windows: Windows = None,
+    causal: Causal = None,
+    selector_rank: Selector = None,
+    mask_token: MaskToken = None,
+    max_length: MaxLength = 2048,
+    gamma: Gamma = None,
+    anchors: Anchors = 512,
+    step_blocks: StepBlocks = 256,
+    pass_blocks: PassBlocks = 64,
+    epochs: Epochs = 6,
+    steps: Steps = None,
+    lr: Rate = 6e-4,
+    soft: Soft = 0.0,
+    held_out: HeldOut = 48,
+    measure_every: Every = 200,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    train_dtype: TrainDtype = None,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Train a drafter for TARGET; the same command goes on where it was stopped."""
+    options = dict(locals())
+    from dflash_mlx.machine import prepare_blas
+
+    prepare_blas()  # the next lines import MLX
+    from dflash_mlx.train.run import Voice
+    from dflash_mlx.train.run import train as carry_out
+
+    try:
+        result = carry_out(_order(options), Voice(console.say, _Stages().show, _show))
+    except KeyboardInterrupt:
+        console.say("Stopped. The same command goes on from here.")
+        raise
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False))
+    else:
+        rows = [(name.replace("_", " "), str(value)) for name, value in result.items()]
+        console.show_rows(rows, sys.stdout)
+
+
+def _order(given: dict[str, Any]) -> Order:
+    """The options as the trainer takes them; UsageError for values that mean nothing."""
+    from dflash_mlx.train.recipe import Recipe
+    from dflash_mlx.train.run import Order
+    from dflash_mlx.train.shape import Shape
+
+    shape = {name: given[name] for name in ("layers", "windows", "causal", "selector_rank")}
+    settings = {**given, "learning_rate": given["lr"], "dtype": given["train_dtype"] or "float32"}
+    return Order(
+        target=given["target"],
+        out=given["out"],
+        recipe=Recipe(**{f.name: settings[f.name] for f in fields(Recipe) if f.name in settings}),
+        shape=Shape(**shape, taps=_taps(given["taps"]), mask_token_id=given["mask_token"]),
+        prompts=given["prompts"] or (),
+        answers=given["answers"] or (),
+        init=given["init"],
+        work=given["work"],
+        online=given["online"],
+        cache_limit_gb=given["cache_limit"],
+        cache_dtype=given["cache_dtype"],
+        temperature=given["temp"],
+        max_answer=given["max_answer"],
+        slots=given["slots"],
+        dtype=given["dtype"],
+        revision=given["revision"],
+    )
+
+
+def _taps(given: str | None) -> int | tuple[int, ...] | None:
+    if given is None:
+        return None
+    try:
+        numbers = [int(part) for part in given.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"--taps {given} is no number and no list of layers. Give 5, or 1,8,15."
+        ) from None
+    return numbers[0] if len(numbers) == 1 else tuple(numbers)
+
+
+class _Stages:
+    """A line for each tenth of a stage, so that a log stays short."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, int] = {}
+
+    def show(self, name: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(1, total)
+        if self._shown.get(name) != tenth:
+            self._shown[name] = tenth
+            console.say(f"{name}: {done} of {total}")
+
+
+def _show(report: Report) -> None:
+    rows = " ".join(f"{share:.2f}" for share in report.accuracy)
+    measured = "" if report.tau is None else f"  τ {report.tau:.3f} (best {report.best_tau:.3f})"
+    console.say(
+        f"step {report.step}/{report.steps}  loss {report.loss:.3f}  rows {rows}{measured}  "
+        f"{report.positions_a_second:.0f} tokens/s  {_clock(report.seconds_left)} left"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -1,0 +1,67 @@
+"""The model card of a trained drafter: what it is for, what was measured, how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def model_card(
+    config: Mapping[str, Any],
+    run: Mapping[str, Any],
+    result: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]],
+) -> str:
+    """Markdown with the hub's header, from config.json, run.json and the run's result."""
+    nested = config["dflash_config"]
+    recipe, trained, held = run["recipe"], run["trained"], run["held_out"]
+    kind = "DFlash 2" if "DFlash2DraftModel" in config["architectures"] else "DFlash"
+    best = next((e for e in history if e["step"] == result["best_step"]), None)
+    lines = [
+        "---",
+        "library_name: dflash",
+        "tags: [dflash, speculative-decoding, drafter]",
+        "---",
+        "",
+        f"# {kind} drafter for {result['model']}",
+        "",
+        f"A block-diffusion drafter of {config['num_hidden_layers']} layers for blocks of "
+        f"{nested['block_size']}, which reads the target's layers "
+        f"{', '.join(map(str, nested['target_layer_ids']))} and borrows its embedding and head.",
+        "",
+        "## Measured",
+        "",
+        f"- {_tau(result, held)}",
+    ]
+    if best is not None:
+        rows = " ".join(f"{share:.3f}" for share in best["accuracy"])
+        lines.append(f"- accuracy of each row on the texts trained on, at that step: {rows}")
+    lines += [
+        "- no speed was measured while training",
+        "",
+        "## Made by",
+        "",
+        f"- {trained['texts']} texts with {trained['answer_tokens']} tokens answered by the target "
+        f"(SHA-256 of names and ids {trained['sha256'][:16]}...)",
+        f"- {result['steps']} steps of {recipe['step_blocks']} blocks, learning rate "
+        f"{recipe['learning_rate']}, row weights exp(-(k-1)/{run['gamma']:g}), soft labels "
+        f"{recipe['soft']:g}, start: {run['init']}",
+        f"- on {run['machine']}, {run['device']}, {run['dtype']}; " + _versions(run["versions"]),
+        "",
+        "run.json holds every setting, curve.json the course of the run.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _tau(result: Mapping[str, Any], held: Mapping[str, Any]) -> str:
+    if not held["texts"]:
+        return "no text was held out, so no acceptance was measured"
+    return (
+        f"{result['tau']:.2f} tokens a cycle on {held['texts']} held-out texts "
+        f"({held['answer_tokens']} tokens, greedy), at step {result['best_step']}"
+    )
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())

@@ -1,0 +1,101 @@
+"""The state of a run in one file that is whole or not there: weights, optimizer, place, history."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from dflash_mlx.errors import CheckpointError
+
+_FORMAT = "1"
+_NAME = "state.safetensors"
+
+
+@dataclass
+class Progress:
+    """Where a run stands. `step` steps are done; the next is number `place` of `epoch`."""
+
+    step: int = 0
+    epoch: int = 0
+    place: int = 0
+    best_tau: float = 0.0
+    best_step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    # Sums since the last measurement.
+    losses: float = 0.0
+    counted_steps: int = 0
+    correct: list[int] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+
+    def add(self, loss: float, correct: list[int], counted: list[int]) -> None:
+        """Count one step."""
+        self.losses += loss
+        self.counted_steps += 1
+        self.correct = _added(self.correct, correct)
+        self.counted = _added(self.counted, counted)
+
+    def mean_loss(self) -> float:
+        return self.losses / max(1, self.counted_steps)
+
+    def accuracy(self) -> list[float]:
+        """Of each row behind the anchor: share of the counted ones whose best token was right."""
+        return [c / max(1, n) for c, n in zip(self.correct, self.counted, strict=True)]
+
+    def clear(self) -> None:
+        """Begin new sums."""
+        self.losses, self.counted_steps, self.correct, self.counted = 0.0, 0, [], []
+
+
+def _added(sums: list[int], more: list[int]) -> list[int]:
+    return [a + b for a, b in zip(sums, more, strict=True)] if sums else list(more)
+
+
+def save_state(
+    folder: Path, parameters: Any, optimizer_state: Any, progress: Progress, run: dict[str, Any]
+) -> None:
+    """Write the state; an older one stays until the new one is complete on disk."""
+    arrays = {f"parameters/{k}": v for k, v in tree_flatten(parameters)}
+    arrays |= {f"optimizer/{k}": v for k, v in tree_flatten(optimizer_state)}
+    described = {
+        "format": _FORMAT,
+        "progress": json.dumps(asdict(progress)),
+        "run": json.dumps(run),
+    }
+    partial = folder / f"partial-{_NAME}"
+    mx.save_safetensors(str(partial), arrays, described)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, folder / _NAME)
+
+
+def load_state(folder: Path) -> tuple[Any, Any, Progress, dict[str, Any]] | None:
+    """(parameters, optimizer state, progress, run) as saved; None when there is none.
+
+    CheckpointError for a file that is none of ours.
+    """
+    file = folder / _NAME
+    if not file.exists():
+        return None
+    try:
+        arrays, described = mx.load(str(file), return_metadata=True)
+        if described.get("format") != _FORMAT:
+            raise ValueError(f"format {described.get('format')}")
+        mx.eval(arrays)
+        progress = Progress(**json.loads(described["progress"]))
+        run = json.loads(described["run"])
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is no state of a training run that this version can read ({error}); delete "
+            "it to start that run again."
+        ) from None
+    trees = [
+        tree_unflatten([(k.removeprefix(p), arrays[k]) for k in sorted(arrays) if k.startswith(p)])
+        for p in ("parameters/", "optimizer/")
+    ]
+    return trees[0], trees[1], progress, run

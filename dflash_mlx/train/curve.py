@@ -1,0 +1,40 @@
+"""The course of a run: as numbers in curve.json, and as a picture in curve.png."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.train.export import write_text
+
+
+def save_curve(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    """history: one entry a measurement, with step, loss, accuracy [b-1] and tau."""
+    write_text(folder / "curve.json", json.dumps(list(history), indent=1) + "\n")
+    if not history:
+        return
+    # Here, because matplotlib is slow to import and only needed at the end of a run.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = [entry["step"] for entry in history]
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.plot(steps, [entry["loss"] for entry in history], marker=".")
+    above.set_ylabel("loss (weighted mean)")
+    tau = above.twinx()
+    tau.plot(steps, [entry["tau"] for entry in history], marker=".", color="tab:red")
+    tau.set_ylabel("held-out tokens a cycle", color="tab:red")
+    for row in range(len(history[0]["accuracy"])):
+        values = [entry["accuracy"][row] for entry in history]
+        below.plot(steps, values, label=f"{row + 1}")
+    below.set_ylabel("training accuracy by row")
+    below.set_xlabel("step")
+    below.legend(title="row", ncols=4, fontsize="small")
+    partial = folder / "partial-curve.png"
+    figure.savefig(partial, dpi=110, format="png")
+    os.replace(partial, folder / "curve.png")

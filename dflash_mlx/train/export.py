@@ -1,0 +1,48 @@
+"""A trained drafter in the official format: config.json, bfloat16 weights, model card."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.draft.dflash import DFlashDrafter
+from dflash_mlx.draft.dflash2 import DFlash2Drafter
+from dflash_mlx.models.base import Target
+from dflash_mlx.train.start import new_model
+
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+
+
+def save_drafter(folder: Path, config: Mapping[str, Any], parameters: Any) -> None:
+    """Write config.json and bfloat16 weights; each file is the old one or the new one, whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: array.astype(mx.bfloat16) for name, array in tree_flatten(parameters)}
+    partial = folder / f"partial-{_WEIGHTS}"
+    mx.save_safetensors(str(partial), weights, {"format": "pt"})
+    os.replace(partial, folder / _WEIGHTS)
+    write_text(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace a text file in one step."""
+    partial = file.with_name(f"partial-{file.name}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, file)
+
+
+def as_drafter(
+    config: DFlashConfig, parameters: Any, target: Target, dtype: mx.Dtype
+) -> DFlashDrafter:
+    """The drafter of generation with these weights as they are exported, rounded to bfloat16."""
+    model = new_model(config)
+    rounded = [(n, a.astype(mx.bfloat16).astype(dtype)) for n, a in tree_flatten(parameters)]
+    model.load_weights(rounded)
+    mx.eval(model.parameters())
+    return (DFlash2Drafter if config.parts else DFlashDrafter)(model, config, target)

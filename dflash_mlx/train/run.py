@@ -1,0 +1,286 @@
+"""`dflash-mlx train` without the terminal: prompts, answers, features, drafter, model card.
+
+Every stage leaves files that the next run of the same command finds and does not make again.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+# This one comes first: it has to act before MLX is imported.
+from dflash_mlx import fast_blas
+
+# isort: split
+import mlx.core as mx
+
+import dflash_mlx.engine as engines
+from dflash_mlx import hub, registry
+from dflash_mlx.draft.checkpoint import check_fit
+from dflash_mlx.draft.config import DFlashConfig, parse_config
+from dflash_mlx.engine import Engine
+from dflash_mlx.errors import UsageError
+from dflash_mlx.machine import versions
+from dflash_mlx.train.card import model_card
+from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
+from dflash_mlx.train.curve import save_curve
+from dflash_mlx.train.export import write_text
+from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.shape import Shape, drafter_config, mask_token
+from dflash_mlx.train.sources import Offline, Online, offline
+from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
+from dflash_mlx.train.target_config import read_target_config
+from dflash_mlx.train.trainer import Report, Task, Trainer
+
+#: most likely tokens kept of every answer position for soft labels
+TOP_K = 32
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a person asks for.
+
+    init: "target", "random", or a drafter's hub id or folder, whose shape is then taken over.
+    work: where answers and features are kept; below `out` without one.
+    """
+
+    target: str
+    out: Path
+    recipe: Recipe = field(default_factory=Recipe)
+    shape: Shape = field(default_factory=Shape)
+    prompts: Sequence[Path] = ()
+    answers: Sequence[Path] = ()
+    init: str = "target"
+    work: Path | None = None
+    online: bool = False
+    cache_limit_gb: float | None = None
+    cache_dtype: str = "bfloat16"
+    temperature: float = 0.0
+    max_answer: int = 512
+    slots: int = 32
+    dtype: str = "auto"
+    revision: str | None = None
+    streams: int | None = None
+
+
+@dataclass(frozen=True)
+class Voice:
+    """How a run speaks: sentences, a stage's (name, done, total), measurements."""
+
+    say: Callable[[str], None] = lambda text: None
+    stage: Callable[[str, int, int], None] = lambda name, done, total: None
+    report: Callable[[Report], None] = lambda report: None
+
+
+def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
+    """Carry out an order; the last line of `--json`. DFlashError with a sentence to show."""
+    voice = voice or Voice()
+    if not (order.prompts or order.answers):
+        raise UsageError("Nothing to train on. Give --prompts or --answers files.")
+    order.out.mkdir(parents=True, exist_ok=True)
+    work = order.work or order.out / "work"
+    engine = engines.load(order.target, draft=None, dtype=order.dtype, revision=order.revision)
+    stored, start, why_mask = _drafter(order, engine)
+    config = parse_config(stored)
+    recipe = replace(order.recipe, block_size=config.block_size)
+    check_fit(config, engine.target)
+    voice.say(_introduction(engine, config, start, why_mask))
+    texts = _texts(order, engine, work, voice)
+    texts, short = usable(texts, min(recipe.max_length, engine.target.context_length))
+    if short:
+        voice.say(f"{short} texts are too short to train on, or longer than --max-length alone.")
+    if len(texts) < 2:
+        raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
+    trained, held = split(texts, recipe.held_out)
+    task = _task(order, engine, config, stored, trained, held, work, voice)
+    _write_run_file(order, engine, task, recipe)
+    began = time.monotonic()
+    trainer = Trainer(
+        task,
+        recipe,
+        start.weights,
+        order.out,
+        _reporting(order.out, recipe, voice),
+        streams=order.streams or _streams(),
+    )
+    if trainer.resumed:
+        voice.say(f"Going on behind step {trainer.progress.step} of {trainer.steps}.")
+    progress = trainer.run()
+    result = {
+        "model": engine.model,
+        "drafter": str(order.out),
+        "steps": progress.step,
+        "tau": progress.best_tau,
+        "best_step": progress.best_step,
+        "trained_texts": len(trained),
+        "held_out_texts": len(held),
+        "answer_tokens": sum(len(text.answer_ids) for text in trained),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    save_curve(order.out, progress.history)
+    run = json.loads((order.out / "run.json").read_text())
+    write_text(order.out / "README.md", model_card(stored, run, result, progress.history))
+    return result
+
+
+def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
+    """config.json of the drafter to be trained, its first weights, and where its mask is from."""
+    target, recipe = engine.target, order.recipe
+    if order.init not in ("target", "random"):
+        if order.shape != Shape():
+            raise UsageError(
+                "--init with a drafter takes its layers, taps, windows and mask over. Leave "
+                "those options out."
+            )
+        fetched = hub.fetch(order.init, kind="drafter")
+        stored, start = drafter_start(fetched.path, target)
+        return stored, start, "the drafter's own"
+    mask, why = mask_token(engine.tokenizer, target, order.shape.mask_token_id)
+    path = hub.fetch(
+        registry.load_registry().resolve(order.target).target_spec,
+        revision=order.revision or registry.load_registry().resolve(order.target).target_revision,
+    ).path
+    stored = drafter_config(target, read_target_config(path), order.shape, recipe.block_size, mask)
+    config = parse_config(stored)
+    if order.init == "random":
+        return stored, random_start(config, recipe.seed), why
+    return stored, target_start(config, target, recipe.seed), why
+
+
+def _introduction(engine: Engine, config: DFlashConfig, start: Start, why_mask: str) -> str:
+    size = sum(array.size for array in start.weights.values()) / 1e6
+    layers = config.num_hidden_layers
+    origin = f"{len(start.taken)} of {len(start.weights)} tensors start from the target"
+    return (
+        f"A drafter for {engine.model}: {layers} layers, {size:.1f} million weights, blocks of "
+        f"{config.block_size}, taps {', '.join(map(str, config.target_layer_ids))}, mask token "
+        f"{config.mask_token_id} ({why_mask}); {origin}."
+    )
+
+
+def _texts(order: Order, engine: Engine, work: Path, voice: Voice) -> list[Text]:
+    """Answers given, and those the target gives to the prompts."""
+    texts = read_answers(order.answers, engine.target.vocab_size)
+    if order.prompts:
+        from dflash_mlx.train.answers import Answering, answer_prompts
+        from dflash_mlx.train.prompts import read_prompts
+
+        made = answer_prompts(
+            engine,
+            read_prompts(order.prompts),
+            work / "answers.jsonl",
+            Answering(
+                temperature=order.temperature,
+                max_answer=order.max_answer,
+                max_length=order.recipe.max_length,
+                seed=order.recipe.seed,
+                slots=order.slots,
+            ),
+            lambda done, total: voice.stage("answers", done, total),
+        )
+        names = {text.name for text in texts}
+        texts += [text for text in made if text.name not in names]
+    return texts
+
+
+def _task(
+    order: Order,
+    engine: Engine,
+    config: DFlashConfig,
+    stored: Mapping[str, Any],
+    trained: list[Text],
+    held: list[Text],
+    work: Path,
+    voice: Voice,
+) -> Task:
+    target, taps = engine.target, config.target_layer_ids
+    name = f"{engine.model}@{engine.revisions[0] or ''}"
+    own = str(target.dtype).removeprefix("mlx.core.")
+    spec = FeatureSpec(name, taps, TOP_K, order.cache_dtype)
+    # What is held out is measured as generation sees it: features of the target's own type.
+    exact = FeatureSpec(name, taps, 0, own)
+    features: Offline | Online
+    held_features: Offline | Online
+    if order.online:
+        features, held_features = Online(target, spec), Online(target, exact)
+    else:
+        limit = None if order.cache_limit_gb is None else int(order.cache_limit_gb * 1e9)
+        made = [
+            offline(
+                work / "features",
+                kind,
+                target,
+                texts,
+                limit,
+                voice.say,
+                lambda done, total: voice.stage("features", done, total),
+            )
+            for kind, texts in ((spec, trained), (exact, held))
+        ]
+        features, held_features = made
+    described = {
+        "target": name,
+        "config": dict(stored),
+        "init": order.init,
+        "trained": digest(trained),
+        "held_out": digest(held),
+        "features": order.cache_dtype,
+    }
+    return Task(
+        target,
+        engine.tokenizer.end_ids,
+        config,
+        stored,
+        trained,
+        held,
+        features,
+        held_features,
+        described,
+    )
+
+
+def _write_run_file(order: Order, engine: Engine, task: Task, recipe: Recipe) -> None:
+    """run.json: every setting, versions and hashes of what was trained on."""
+    run = {
+        "target": task.described["target"],
+        "init": order.init,
+        "recipe": recipe.as_json(),
+        "gamma": recipe.decay,
+        "answers": {"temperature": order.temperature, "max_answer": order.max_answer},
+        "features": {"dtype": order.cache_dtype, "online": order.online, "top_k": TOP_K},
+        "dtype": str(engine.target.dtype).removeprefix("mlx.core."),
+        "versions": versions(),
+        "machine": f"{platform.machine()} {platform.system()}",
+        "blas": fast_blas.CHOICE.name,
+        "device": str(mx.default_device()),
+        "trained": _described(task.trained),
+        "held_out": _described(task.held_out),
+    }
+    write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
+
+
+def _described(texts: Sequence[Text]) -> dict[str, Any]:
+    return {
+        "texts": len(texts),
+        "answer_tokens": sum(len(text.answer_ids) for text in texts),
+        "sha256": digest(texts),
+    }
+
+
+def _reporting(out: Path, recipe: Recipe, voice: Voice) -> Callable[[Report], None]:
+    return voice.report
+
+
+def _streams() -> int:
+    """Passes at a time: the GPU takes one, MLX's CPU back-end one a core."""
+    import os
+
+    if mx.default_device() != mx.cpu:
+        return 1
+    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))

@@ -1,0 +1,190 @@
+"""The config of a drafter to be trained for a target: its shape, taps and mask token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+from dflash_mlx.errors import UsageError
+from dflash_mlx.layers.rope import rope_scaling, rope_theta, rope_type
+from dflash_mlx.models.base import Target
+from dflash_mlx.tokenizer import Tokenizer
+from dflash_mlx.train.start import target_layers
+
+#: rope kinds a drafter can have; positions of other kinds are rotated by theta alone
+_ROPES = ("linear", "llama3", "yarn")
+_DEFAULT_LAYERS, _DEFAULT_TAPS = 5, 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a person may choose of a new drafter; None is decided from the target.
+
+    taps: target layers whose outputs are read, or how many. windows: positions a layer sees,
+    one for all layers; None sees everything. selector: the parts of DFlash 2, as rank.
+    """
+
+    layers: int | None = None
+    taps: int | tuple[int, ...] | None = None
+    windows: int | None = None
+    causal: bool | None = None
+    intermediate: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int = 8
+    conv_taps: int = 4
+    mask_token_id: int | None = None
+
+
+def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` layers, evenly from the second to the third-last; fewer where the target is small."""
+    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
+    if count == 1 or last <= first:
+        return (max(first, last),)
+    steps = [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+    return tuple(dict.fromkeys(steps))
+
+
+def chosen_taps(target: Target, taps: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Taps of a new drafter; UsageError for layers the target does not have."""
+    if taps is None or isinstance(taps, int):
+        count = _DEFAULT_TAPS if taps is None else taps
+        if not 1 <= count <= target.num_layers:
+            raise UsageError(
+                f"{count} taps of a target with {target.num_layers} layers; give from 1 to that."
+            )
+        return spread_taps(target.num_layers, count)
+    wrong = [tap for tap in taps if not 0 <= tap < target.num_layers]
+    if wrong or not taps or len(set(taps)) != len(taps):
+        raise UsageError(
+            f"The taps {', '.join(map(str, taps)) or '(none)'} do not fit a target with layers 0 "
+            f"to {target.num_layers - 1}; give distinct ones among these."
+        )
+    return tuple(taps)
+
+
+def drafter_config(
+    target: Target,
+    target_config: Mapping[str, Any],
+    shape: Shape,
+    block_size: int,
+    mask_token_id: int,
+) -> dict[str, Any]:
+    """config.json of a new drafter, in the official format."""
+    text = target_config.get("text_config") or target_config
+    attention = _last_attention(target)
+    heads, kv_heads, dim = _heads(attention, text, target.hidden_size)
+    layers = shape.layers or min(_DEFAULT_LAYERS, target.num_layers)
+    taps = chosen_taps(target, shape.taps)
+    window = shape.windows
+    dflash: dict[str, Any] = {
+        "target_layer_ids": list(taps),
+        "mask_token_id": mask_token_id,
+        "block_size": block_size,
+    }
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "intermediate_size": shape.intermediate or _intermediate(target),
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": float(text.get("rms_norm_eps", 1e-6)),
+        "max_position_embeddings": target.context_length,
+        "num_target_layers": target.num_layers,
+        "block_size": block_size,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "layer_types": [f"{'full' if window is None else 'sliding'}_attention"] * layers,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **_rope(text),
+        "dflash_config": dflash,
+    }
+    if window is not None:
+        config |= {"sliding_window": window, "use_sliding_window": True}
+        config |= {"max_window_layers": 0}
+    if shape.causal is not None or window is not None:
+        config["is_causal"] = bool(shape.causal)
+    if shape.selector_rank is not None:
+        config["architectures"] = ["DFlash2DraftModel"]
+        dflash |= {
+            "conv_kernel_size": shape.conv_taps,
+            "conv_group_size": _conv_group(target.hidden_size),
+            "selector_rank": shape.selector_rank,
+            "selector_top_k": shape.selector_top_k,
+        }
+    return config
+
+
+def mask_token(tokenizer: Tokenizer, target: Target, given: int | None) -> tuple[int, str]:
+    """(mask token id, why this one); it must be a row of the target's embedding.
+
+    The one given, the tokenizer's own mask, the first row no token uses, or a control token that
+    text of a conversation never holds.
+    """
+    if given is not None:
+        if not 0 <= given < target.vocab_size:
+            raise UsageError(
+                f"The mask token {given} is no id of the target; give one from 0 to "
+                f"{target.vocab_size - 1}."
+            )
+        return given, "given"
+    own = tokenizer.mask_id
+    if own is not None and own < target.vocab_size:
+        return own, "the tokenizer's mask token"
+    if tokenizer.size < target.vocab_size:
+        return tokenizer.size, "an embedding row that no token uses"
+    spare = tokenizer.spare_control_id()
+    if spare is None:
+        raise UsageError(
+            "No token of this tokenizer is free to stand for a mask; name one by --mask-token."
+        )
+    return spare, "a control token that conversations do not use"
+
+
+def _last_attention(target: Target) -> nn.Module | None:
+    for layer in reversed(target_layers(target)):
+        attention = getattr(layer, "self_attn", None)
+        if attention is not None and hasattr(attention, "o_proj"):
+            return attention
+    return None
+
+
+def _heads(attention: Any, text: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
+    """Query heads, K/V heads and their size, as the target's last attention layer has them."""
+    if attention is not None and hasattr(attention, "heads"):
+        heads, kv_heads = int(attention.heads), int(attention.kv_heads)
+        return heads, kv_heads, round(attention.scale**-2)
+    heads = int(text["num_attention_heads"])
+    dim = int(text.get("head_dim") or hidden // heads)
+    return heads, int(text.get("num_key_value_heads") or heads), dim
+
+
+def _intermediate(target: Target) -> int:
+    """The target's own width of dense layers; three hidden sizes where it has experts."""
+    mlp = getattr(target_layers(target)[-1], "mlp", None)
+    gate = getattr(mlp, "gate_proj", None)
+    if gate is not None and "weight" in gate and gate["weight"].ndim == 2:
+        return int(gate["weight"].shape[0])
+    return 3 * target.hidden_size
+
+
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = rope_scaling(text)
+    theta = float(rope_theta(text, scaling))
+    kind = rope_type(scaling)
+    if kind not in _ROPES:
+        return {"rope_theta": theta}
+    kept = {key: value for key, value in scaling.items() if key != "partial_rotary_factor"}
+    return {"rope_theta": theta, "rope_scaling": {**kept, "rope_type": kind}}
+
+
+def _conv_group(hidden: int) -> int:
+    """The largest power of two up to 64 that divides the hidden size."""
+    return max(size for size in (1, 2, 4, 8, 16, 32, 64) if hidden % size == 0)

@@ -1,0 +1,288 @@
+"""The training loop: steps in a fixed order, measurements on held-out text, exact resume."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_map, tree_unflatten
+
+from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.errors import UsageError
+from dflash_mlx.models.base import Target
+from dflash_mlx.train.batches import Work, epoch_steps, passes
+from dflash_mlx.train.checkpoint import Progress, load_state, save_state
+from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.export import as_drafter, save_drafter
+from dflash_mlx.train.features import Seen
+from dflash_mlx.train.loss import HeadSubset, position_weights
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.replay import replay_all
+from dflash_mlx.train.start import Weights, new_model
+from dflash_mlx.train.step import Objective, Pass, StepResult, Streams, build_pass, gradients
+
+_TYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+
+
+class Features(Protocol):
+    """Where the target's view of texts comes from."""
+
+    def read_all(self, texts: Sequence[Text]) -> list[Seen]: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what. `described` goes into the state, and a resumed run must equal it."""
+
+    target: Target
+    end_ids: Collection[int]
+    config: DFlashConfig
+    stored_config: Mapping[str, Any]  # config.json
+    trained: Sequence[Text]
+    held_out: Sequence[Text]
+    features: Features
+    held_features: Features  # in the target's own type
+    described: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One measurement, or a look in between (tau None)."""
+
+    step: int
+    steps: int
+    loss: float
+    accuracy: list[float]  # of each row behind the anchor, of the blocks trained on
+    tau: float | None
+    best_tau: float
+    positions_a_second: float
+    seconds_left: float
+
+
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """Of step 0 .. steps - 1: linear warm-up, then a cosine down to 0."""
+    warm = max(1, round(recipe.warmup * steps))
+    if step < warm:
+        return recipe.learning_rate * (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class Trainer:
+    """One run. `folder` gets the best drafter and the state; an earlier state there goes on."""
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        start: Weights,
+        folder: Path,
+        report: Callable[[Report], None] = lambda report: None,
+        streams: int = 1,
+        look_every: int = 20,
+    ) -> None:
+        self.task, self.recipe, self.folder = task, recipe, folder
+        self._report, self._look_every = report, look_every
+        self._streams = Streams(streams)
+        self._weights = position_weights(recipe.block_size, recipe.decay)
+        self._lengths = [len(self._epoch(e)) for e in range(recipe.epochs)]
+        total = sum(self._lengths)
+        self.steps = total if recipe.steps is None else min(total, recipe.steps)
+        self.optimizer = optim.AdamW(
+            learning_rate=recipe.learning_rate,
+            weight_decay=recipe.weight_decay,
+            bias_correction=True,
+        )
+        self.progress = Progress()
+        self.resumed = self._resume()
+        if not self.resumed:
+            # Sorted as a loaded state is: sums over all tensors must not depend on their order.
+            named = [(name, mx.contiguous(start[name])) for name in sorted(start)]
+            self.parameters = tree_unflatten(named)
+            self.optimizer.init(self.parameters)
+            mx.eval(self.parameters, self.optimizer.state)
+        self._model = new_model(task.config)
+        self._head: tuple[int, HeadSubset] | None = None
+        self._planned: tuple[int, list[list[Work]]] | None = None
+        self._clock = time.monotonic()
+        self._done_before = self.progress.step
+
+    def run(self) -> Progress:
+        """Train to the end, or until KeyboardInterrupt, which leaves a state to go on from."""
+        try:
+            while self.progress.step < self.steps:
+                self._advance()
+        except KeyboardInterrupt:
+            self.save()
+            raise
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        if not self._measured():
+            self._measure()
+        return self.progress
+
+    def save(self) -> None:
+        """Write the state as it is after the last whole step."""
+        run = {"recipe": self.recipe.as_json(), **self.task.described}
+        state = self.optimizer.state
+        save_state(self.folder, self.parameters, state, self.progress, run)
+
+    def _resume(self) -> bool:
+        found = load_state(self.folder)
+        if found is None:
+            return False
+        self.parameters, state, self.progress, run = found
+        differing = self.recipe.differences(run.pop("recipe", {}))
+        ours = self.task.described
+        differing += [f"{k}: {run.get(k)} -> {v}" for k, v in ours.items() if run.get(k) != v]
+        if differing:
+            raise UsageError(
+                f"{self.folder} holds a run with other settings ({'; '.join(differing)}). Give "
+                "those again, or another folder."
+            )
+        self.optimizer.init(self.parameters)
+        self.optimizer.state = state
+        return True
+
+    def _epoch(self, epoch: int) -> list[list[Work]]:
+        recipe = self.recipe
+        return epoch_steps(
+            self.task.trained,
+            epoch,
+            seed=recipe.seed,
+            anchors=recipe.anchors,
+            blocks=recipe.step_blocks,
+        )
+
+    def _advance(self) -> None:
+        """One step, or what a stopped run left undone behind its last one."""
+        progress = self.progress
+        works = self._works()
+        if progress.place == len(works):
+            progress.epoch, progress.place = progress.epoch + 1, 0
+            works = self._works()
+        if progress.step % self.recipe.measure_every == 0 and not self._measured():
+            self._measure()
+        self._count(self._step(works[progress.place], progress.epoch))
+        if progress.step % self.recipe.measure_every == 0:
+            self._measure()
+        elif progress.step % self._look_every == 0:
+            self._report(self._summary(None))
+
+    def _works(self) -> list[list[Work]]:
+        """The steps of the epoch the run stands in."""
+        epoch = self.progress.epoch
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = (epoch, self._epoch(epoch))
+        return self._planned[1]
+
+    def _measured(self) -> bool:
+        """Whether this step, or none yet, has been measured."""
+        history = self.progress.history
+        return self.progress.step == 0 or (
+            bool(history) and history[-1]["step"] == self.progress.step
+        )
+
+    def _step(self, works: Sequence[Work], epoch: int) -> StepResult:
+        head = self._head_of(epoch)
+        objective = Objective(
+            self._model,
+            self.task.config,
+            self.task.target,
+            head,
+            self.recipe.soft,
+            _TYPES[self.recipe.dtype],
+        )
+        built = [self._pass(part, head) for part in passes(works, self.recipe.pass_blocks)]
+        grads, result = gradients(objective, self.parameters, built, self._streams)
+        grads, _ = optim.clip_grad_norm(grads, self.recipe.clip)
+        # A transposed gradient would give weights a layout that a saved state does not keep, and
+        # matmul rounds otherwise for it.
+        grads = tree_map(mx.contiguous, grads)
+        rate = learning_rate(self.recipe, self.progress.step, self.steps)
+        self.optimizer.learning_rate = rate
+        self.parameters = self.optimizer.apply_gradients(grads, self.parameters)
+        mx.eval(self.parameters, self.optimizer.state)
+        if not math.isfinite(result.loss):
+            raise UsageError(
+                f"The loss is {result.loss} at step {self.progress.step + 1}; start again with a "
+                "smaller --lr, or --dtype float32."
+            )
+        return result
+
+    def _pass(self, works: Sequence[Work], head: HeadSubset) -> Pass:
+        seen = self.task.features.read_all([work.text for work in works])
+        return build_pass(works, seen, head, self._weights)
+
+    def _head_of(self, epoch: int) -> HeadSubset:
+        """Tokens of all trained texts, and others that are drawn anew every epoch."""
+        if self._head is None or self._head[0] != epoch:
+            used = {token for text in self.task.trained for token in text.answer_ids}
+            vocab = self.task.target.vocab_size
+            random = np.random.default_rng([self.recipe.seed, epoch, 1])
+            count = min(self.recipe.negatives, vocab)
+            others = random.choice(vocab, count, replace=False).tolist()
+            self._head = (epoch, HeadSubset(self.task.target, [*used, *others]))
+        return self._head[1]
+
+    def _count(self, result: StepResult) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.place += 1
+        progress.add(result.loss, result.correct.tolist(), result.counted.tolist())
+
+    def _measure(self) -> None:
+        """Measure on held-out text, keep the drafter if it is the best, and save the state."""
+        tau = self._held_out_tau()
+        progress = self.progress
+        if tau > progress.best_tau or not progress.history:
+            progress.best_tau, progress.best_step = tau, progress.step
+            save_drafter(self.folder, self.task.stored_config, self.parameters)
+        report = self._summary(tau)
+        entry = {"step": report.step, "loss": report.loss, "accuracy": report.accuracy, "tau": tau}
+        progress.history.append(entry)
+        progress.clear()
+        self.save()
+        self._report(report)
+        mx.clear_cache()
+
+    def _held_out_tau(self) -> float:
+        task = self.task
+        if not task.held_out:
+            return 0.0
+        drafter = as_drafter(task.config, self.parameters, task.target, task.target.dtype)
+        known = [(t, task.held_features.read_all([t])[0].features) for t in task.held_out]
+        return replay_all(drafter, known, task.end_ids).tokens_per_cycle
+
+    def _summary(self, tau: float | None) -> Report:
+        progress = self.progress
+        seconds = time.monotonic() - self._clock
+        done = progress.step - self._done_before
+        pace = seconds / done if done else 0.0
+        positions = done * self.recipe.step_blocks * (self.recipe.block_size - 1)
+        return Report(
+            progress.step,
+            self.steps,
+            progress.mean_loss(),
+            progress.accuracy(),
+            tau,
+            progress.best_tau,
+            positions / seconds if seconds else 0.0,
+            pace * (self.steps - progress.step),
+        )
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        text = str(error).lower()
+        if "allocate" not in text and "memory" not in text:
+            return error
+        return UsageError(
+            f"Training ran out of memory ({error}). Lower --pass-blocks (now "
+            f"{self.recipe.pass_blocks}), then --max-length (now {self.recipe.max_length})."
+        )

@@ -1,0 +1,145 @@
+"""Labels, weights and losses against plain numpy."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny import tiny_target
+
+from dflash_mlx.train.batches import Work, draw_anchors, epoch_steps, passes
+from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.features import FeatureSpec, compute
+from dflash_mlx.train.loss import (
+    HeadSubset,
+    cross_entropy,
+    default_gamma,
+    position_weights,
+)
+from dflash_mlx.train.step import build_pass
+
+TEXT = Text("a", (5, 6, 7), (8, 9, 10, 11, 12))
+
+
+def texts(count: int = 9) -> list[Text]:
+    random = np.random.default_rng(0)
+    made = []
+    for index in range(count):
+        prompt, answer = random.integers(2, 9), random.integers(2, 40)
+        ids = random.integers(0, 96, prompt + answer).tolist()
+        made.append(Text(f"t{index}", tuple(ids[:prompt]), tuple(ids[prompt:])))
+    return made
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def seen(target):
+    return compute(target, FeatureSpec("tiny", (1, 2), 6, "float32"), [TEXT])[0]
+
+
+def test_rows_predict_the_tokens_at_their_own_positions(target, seen):
+    head = HeadSubset(target, range(target.vocab_size))
+    made = build_pass([Work(TEXT, np.array([3, 6]))], [seen], head, position_weights(4, 4.0))
+    assert made.anchors.tolist() == [8, 11]
+    assert made.tokens[0].tolist() == [9, 10, 11]
+    assert made.previous[0].tolist() == [8, 9, 10]
+    # The block at 6 has one row inside the text.
+    assert made.counted.tolist() == [[True, True, True], [True, False, False]]
+    assert made.tokens[1, 0].item() == 12
+    expected = np.exp(-np.arange(3) / 4)
+    assert np.allclose(made.labels.weights[0], expected)
+    assert made.labels.weights[1].tolist() == pytest.approx([1, 0, 0])
+    assert made.groups[0].features.shape[0] == 6
+
+
+def test_tokens_outside_the_heads_subset_have_no_weight(target, seen):
+    head = HeadSubset(target, [8, 9, 11, 12, 50])
+    made = build_pass([Work(TEXT, np.array([3]))], [seen], head, position_weights(4, 4.0))
+    assert made.counted.tolist() == [[True, False, True]]
+    assert made.labels.weights[0, 1].item() == 0
+
+
+def test_head_rows_are_the_targets_own(target):
+    rows = mx.random.normal((4, target.hidden_size), key=mx.random.key(0))
+    head = HeadSubset(target, [90, 3, 3, 17])
+    assert head.ids.tolist() == [3, 17, 90]
+    ours = rows @ head.rows.T
+    assert np.allclose(ours, target.head(rows)[:, [3, 17, 90]], atol=1e-5)
+    assert head.place[[3, 17, 90, 4]].tolist() == [0, 1, 2, -1]
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.4, 1.0])
+def test_cross_entropy_is_that_of_numpy(target, seen, soft):
+    head = HeadSubset(target, range(target.vocab_size))
+    works = [Work(TEXT, np.array([3, 4, 6]))]
+    made = build_pass(works, [seen], head, position_weights(4, 2.0))
+    logits = mx.random.normal((3, 3, target.vocab_size), key=mx.random.key(4)) * 3
+    loss, correct = cross_entropy(logits, made.labels, soft)
+    ours = np.array(logits, np.float64)
+    log = ours - np.log(np.exp(ours).sum(-1, keepdims=True))
+    total = 0.0
+    for block, anchor in enumerate((3, 4, 6)):
+        for k in range(1, 4):
+            at = anchor + k
+            if at >= TEXT.length:
+                continue
+            label = TEXT.ids[at]
+            row = at - len(TEXT.prompt_ids)
+            ids, probs = np.array(seen.ids[row]), np.exp(np.array(seen.logprobs[row], np.float64))
+            target_log = (probs / probs.sum() * log[block, k - 1, ids]).sum()
+            mixed = (1 - soft) * log[block, k - 1, label] + soft * target_log
+            total -= np.exp(-(k - 1) / 2) * mixed
+            assert bool(correct[block, k - 1]) == (np.argmax(ours[block, k - 1]) == label)
+    assert loss.item() == pytest.approx(total, rel=1e-4)
+
+
+def test_the_targets_distribution_is_that_of_the_token_at_each_position(target, seen):
+    for row in range(len(TEXT.answer_ids)):
+        alone = mx.array(TEXT.ids[: len(TEXT.prompt_ids) + row], mx.int32)
+        from dflash_mlx.segment import Segment
+
+        hidden, features = target.forward([Segment(alone, target.make_cache())], (1, 2))
+        log = np.array(target.logits(hidden)[0, -1], np.float64)
+        log -= np.log(np.exp(log).sum())
+        best = np.argsort(-log)[:6]
+        order = np.argsort(-np.array(seen.logprobs[row]))
+        assert np.array(seen.ids[row])[order].tolist() == best.tolist()
+        assert np.allclose(np.array(seen.logprobs[row])[order], log[best], atol=1e-4)
+        assert np.allclose(features[0, -1], seen.features[alone.shape[0] - 1], atol=1e-4)
+
+
+def test_gamma_is_the_papers_for_its_block_sizes():
+    assert [default_gamma(b) for b in (8, 10, 16)] == [4, 5, 7]
+
+
+def test_anchors_are_answer_tokens_with_one_behind_them():
+    random = np.random.default_rng(0)
+    drawn = {a for _ in range(60) for a in draw_anchors(TEXT, 2, random).tolist()}
+    assert drawn == {3, 4, 5, 6}  # the first token of the answer to the last but one
+    assert draw_anchors(TEXT, 512, random).tolist() == [3, 4, 5, 6]
+
+
+def test_an_epoch_holds_every_text_once_and_differs_from_the_next():
+    given = texts()
+    epochs = [epoch_steps(given, e, seed=1, anchors=10, blocks=24) for e in range(2)]
+    for steps in epochs:
+        names = [work.text.name for step in steps for work in step]
+        assert sorted(names) == sorted(text.name for text in given)
+        assert all(len(w.anchors) <= 10 for step in steps for w in step)
+        assert all(sum(len(w.anchors) for w in step) <= 24 for step in steps)
+    shown = [[(w.text.name, w.anchors.tolist()) for s in e for w in s] for e in epochs]
+    assert shown[0] != shown[1]
+    again = epoch_steps(given, 0, seed=1, anchors=10, blocks=24)
+    assert shown[0] == [(w.text.name, w.anchors.tolist()) for s in again for w in s]
+
+
+def test_passes_hold_the_same_blocks_in_smaller_parts():
+    step = epoch_steps(texts(), 0, seed=1, anchors=30, blocks=200)[0]
+    parts = list(passes(step, 7))
+    assert all(sum(len(w.anchors) for w in part) == 7 for part in parts[:-1])
+    whole = [(w.text.name, a) for w in step for a in w.anchors.tolist()]
+    assert whole == [(w.text.name, a) for part in parts for w in part for a in w.anchors.tolist()]

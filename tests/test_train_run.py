@@ -1,0 +1,240 @@
+"""A whole run: exact resume, what it leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_training import own_texts, read_json, write_answers, write_target
+
+import dflash_mlx
+from dflash_mlx.cli import main
+from dflash_mlx.draft.config import parse_config
+from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.train.checkpoint import load_state
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.run import Order, train
+from dflash_mlx.train.shape import Shape
+
+RECIPE = Recipe(
+    block_size=4,
+    steps=12,
+    step_blocks=40,
+    pass_blocks=16,
+    learning_rate=4e-3,
+    negatives=8,
+    held_out=2,
+    measure_every=5,
+    soft=0.5,
+)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("given")
+    target = write_target(folder / "target", "llama")
+    texts = own_texts(dflash_mlx.load(str(target), draft=None), 9)
+    return str(target), write_answers(folder / "answers.jsonl", texts)
+
+
+@pytest.fixture
+def order(given, tmp_path):
+    shape = Shape(layers=1, taps=2)
+    return Order(given[0], tmp_path / "out", RECIPE, shape, answers=[given[1]])
+
+
+@pytest.fixture(scope="module")
+def finished(given, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "out"
+    made = Order(given[0], out, RECIPE, Shape(layers=1, taps=2), answers=[given[1]])
+    return made, train(made)
+
+
+def state_of(order):
+    parameters, optimizer, progress, _ = load_state(order.out)
+    from mlx.utils import tree_flatten
+
+    return dict(tree_flatten([parameters, optimizer])), progress
+
+
+@pytest.mark.parametrize("killed", [1, 5, 7, 11])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    order, finished, killed, monkeypatch
+):
+    from dflash_mlx.train.trainer import Trainer
+
+    whole = Trainer._count
+
+    def counting(self, result):
+        whole(self, result)
+        if self.progress.step == killed:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_count", counting)
+        with pytest.raises(KeyboardInterrupt):
+            train(order)
+    result = train(order)
+    ours, theirs = state_of(order), state_of(finished[0])
+    assert ours[0].keys() == theirs[0].keys()
+    for name, array in theirs[0].items():
+        assert mx.array_equal(ours[0][name], array), name
+    assert ours[1] == theirs[1]
+    assert result["tau"] == finished[1]["tau"]
+    weights = [mx.load(str(o.out / "model.safetensors")) for o in (order, finished[0])]
+    assert all(mx.array_equal(weights[0][n], weights[1][n]) for n in weights[1])
+
+
+def test_streams_do_not_change_a_bit(order, finished):
+    train(replace(order, streams=3))
+    ours, theirs = state_of(order)[0], state_of(finished[0])[0]
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_online_features_train_alike(order, finished):
+    offline = replace(order, cache_dtype="float32", out=order.out / "offline")
+    online = replace(order, cache_dtype="float32", out=order.out / "online", online=True)
+    train(offline)
+    train(online)
+    ours, theirs = state_of(online)[0], state_of(offline)[0]
+    for name, array in theirs.items():
+        assert np.allclose(ours[name], array, atol=1e-3), name
+    assert not (online.out / "work" / "features").exists()
+
+
+def test_a_finished_run_is_left_as_it_is(finished):
+    order, result = finished
+    before = (order.out / "model.safetensors").read_bytes()
+    assert train(order)["tau"] == result["tau"]
+    assert (order.out / "model.safetensors").read_bytes() == before
+
+
+def test_what_a_run_leaves_behind(finished):
+    order, result = finished
+    run = read_json(order.out / "run.json")
+    assert run["recipe"]["learning_rate"] == RECIPE.learning_rate
+    assert run["gamma"] == pytest.approx(RECIPE.decay)
+    assert {"mlx", "dflash-mlx"} <= {name.lower() for name in run["versions"]} | {"dflash-mlx"}
+    assert len(run["trained"]["sha256"]) == 64
+    curve = read_json(order.out / "curve.json")
+    assert [entry["step"] for entry in curve] == [5, 10, 12]
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    assert max(entry["tau"] for entry in curve) == result["tau"]
+    assert (order.out / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    card = (order.out / "README.md").read_text()
+    assert f"{result['tau']:.2f} tokens a cycle on 2 held-out texts" in card
+    assert not list(order.out.glob("partial-*"))
+
+
+def test_the_format_is_the_official_one(finished):
+    order, _ = finished
+    stored = read_json(order.out / "config.json")
+    assert stored["architectures"] == ["DFlashDraftModel"]
+    assert stored["dflash_config"].keys() == {"target_layer_ids", "mask_token_id", "block_size"}
+    config = parse_config(stored)
+    weights = mx.load(str(order.out / "model.safetensors"))
+    assert {a.dtype for a in weights.values()} == {mx.bfloat16}
+    layer = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj self_attn.q_norm"
+    layer += " self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj input_layernorm"
+    layer += " post_attention_layernorm"
+    names = {f"layers.0.{part}.weight" for part in layer.split()}
+    assert weights.keys() == names | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert weights["fc.weight"].shape == (config.hidden_size, config.feature_size)
+
+
+def test_a_drafter_can_be_trained_further(order, finished):
+    further = replace(order, init=str(finished[0].out), shape=Shape())
+    assert train(further)["steps"] == RECIPE.steps
+    with pytest.raises(UsageError, match="takes its layers"):
+        train(replace(order, init=str(finished[0].out), out=order.out / "b"))
+
+
+def test_dflash_2_is_trained_and_loads(order):
+    shape = Shape(layers=1, taps=2, selector_rank=8)
+    result = train(replace(order, shape=shape))
+    stored = read_json(order.out / "config.json")
+    assert stored["architectures"] == ["DFlash2DraftModel"]
+    engine = dflash_mlx.load(order.target, draft=str(order.out))
+    done = engine.generate([1, 2, 3], max_tokens=12)
+    assert done.stats.cycles > 0
+    assert result["tau"] >= 1
+    start = mx.load(str(order.out / "model.safetensors"))
+    assert mx.abs(start["candidate_selector.successor_codebook"]).max() > 0
+
+
+def test_other_settings_are_refused_by_name(finished):
+    order, _ = finished
+    with pytest.raises(UsageError, match=r"learning_rate: 0\.004 -> 0\.005"):
+        train(replace(order, recipe=replace(RECIPE, learning_rate=5e-3)))
+    with pytest.raises(UsageError, match="init: target -> random"):
+        train(replace(order, init="random"))
+
+
+def test_a_damaged_state_is_named(order):
+    train(replace(order, recipe=replace(RECIPE, steps=2)))
+    file = order.out / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="no state of a training run"):
+        train(replace(order, recipe=replace(RECIPE, steps=2)))
+
+
+def test_damaged_features_are_named(order):
+    short = replace(order, recipe=replace(RECIPE, steps=2))
+    train(short)
+    (order.out / "state.safetensors").unlink()
+    for shard in (order.out / "work" / "features").rglob("features-*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="cached features"):
+        train(short)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"answers": []}, "Nothing to train on"),
+        ({"cache_limit_gb": 1e-6}, "more than the limit"),
+        ({"shape": Shape(taps=(1, 9))}, "do not fit a target"),
+        ({"shape": Shape(taps=9)}, "9 taps"),
+        ({"shape": Shape(mask_token_id=9999)}, "mask token 9999"),
+    ],
+)
+def test_refusals(order, changes, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        train(replace(order, **changes))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"prompt_ids": [1]}', '{"prompt_ids": [1], "answer_ids": [99999]}'],
+)
+def test_a_bad_line_of_answers_is_named(order, tmp_path, line):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"id": "a", "prompt_ids": [1], "answer_ids": [2, 3]}\n' + line + "\n")
+    with pytest.raises(UsageError, match=r"bad\.jsonl line 2"):
+        train(replace(order, answers=[bad]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"block_size": 1}, {"soft": 2}, {"learning_rate": 0}, {"gamma": float("nan")}, {"dtype": "x"}],
+)
+def test_impossible_recipes_are_refused(changes):
+    with pytest.raises(UsageError):
+        replace(RECIPE, **changes)
+
+
+def test_the_command_line(given, tmp_path, capsys):
+    arguments = ["train", given[0], "--out", str(tmp_path / "out"), "--answers", str(given[1])]
+    arguments += ["--layers", "1", "--taps", "1,2", "--block-size", "4", "--steps", "3"]
+    arguments += ["--held-out", "2", "--step-blocks", "16", "--json"]
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out.strip().splitlines()[-1])
+    assert result["steps"] == 3
+    assert "step 3/3" in err
+    assert "will take" in err
