@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import mixed_bits, write_quantized
 from conversions import (
+    GGUF_KEYS,
     IDS,
     bytes_of,
     mlx_lm_logits,
@@ -18,6 +19,7 @@ from conversions import (
     our_logits,
     tensors_of,
     tiny_families,
+    write_family_gguf,
     write_source,
     write_tiny_drafter,
     write_tiny_gguf,
@@ -228,32 +230,22 @@ def test_gguf_becomes_a_folder_with_tokenizer(tmp_path: Path, kind: str | None) 
     assert ours.end_ids == theirs.end_ids
 
 
+@pytest.mark.parametrize("architecture", GGUF_KEYS)
+def test_gguf_of_experts_and_hybrids_is_read_alike(tmp_path: Path, architecture: str) -> None:
+    file = write_family_gguf(tmp_path / "m.gguf", architecture)
+    convert(Order(str(file), tmp_path / "q", Recipe(bits=8, group_size=32)))
+    expected = mlx_lm_logits(tmp_path / "q")
+    assert off(our_logits(tmp_path / "q"), expected) <= 1e-4
+    # The median, since a router may choose otherwise.
+    assert float(np.median(np.abs(our_logits(file) - expected))) < 0.2 * expected.std()
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 def test_a_gguf_of_the_bits_asked_for_loses_nothing(tmp_path: Path, kind: str) -> None:
     file = write_tiny_gguf(tmp_path / "m.gguf", kind)
     report = convert(Order(str(file), tmp_path / "q", Recipe(bits=4, dtype="float32")))
     assert (report.modules_kept, report.modules_quantized) == (16, 0)
     assert off(our_logits(tmp_path / "q"), our_logits(file)) <= 1e-5
-
-
-def test_llama3_divisors_get_their_name_for_mlx_lm(tmp_path: Path) -> None:
-    from dflash_mlx.convert.config import with_llama3_scaling
-    from dflash_mlx.layers.rope import rope_from_config
-
-    named = {"rope_theta": 500000.0, "head_dim": 64, "max_position_embeddings": 131072}
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    plain = np.array(rope_from_config(named, 64).periods)
-    divisors = np.array(rope_from_config({**named, "rope_scaling": scaling}, 64).periods) / plain
-    given = {**named, "rope_freq_factors": divisors.tolist()}
-    assert with_llama3_scaling(given) == {**named, "rope_scaling": scaling}
-    other = {**named, "rope_freq_factors": [1.0] * 31 + [2.0]}
-    assert with_llama3_scaling(other) == other
 
 
 def test_a_dry_run_writes_nothing_and_counts_right(tmp_path: Path) -> None:
