@@ -34,12 +34,22 @@ def test_one_json_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "dtype": None,
     }
     assert report["destination"] == str(tmp_path / "q")
+    assert report["remarks"] == []
     assert report["self_check"]["worst"]["error"] < 0.2
     assert (tmp_path / "q/drafter/config.json").exists()
 
 
+# Rotary settings that mlx-lm reads otherwise.
+UNROUNDED = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+
+
 def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_source(tmp_path / "m")
+    source = write_source(tmp_path / "m", changes={"rope_scaling": UNROUNDED})
     options = ["--recipe", "mixed_3_6", "--dtype", "float16"]
     code, out, _ = run(capsys, str(source), str(tmp_path / "q"), *options, "--dry-run")
     assert code == 0
@@ -49,6 +59,9 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     assert lines["recipe"].strip() == "mixed_3_6, groups of 64"
     assert "largest relative error 0." in lines["self-check"]
+    record = json.loads((tmp_path / "q/config.json").read_text())["conversion"]
+    assert [lines["remark"].strip()] == record["remarks"]
+    assert "does not read rope_scaling.truncate" in lines["remark"]
 
 
 def test_the_destination_is_named_by_model_and_recipe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,9 @@ from dflash_mlx.models import build_target
 
 @pytest.mark.parametrize("family", tiny_families())
 def test_configs_saved_by_transformers_5_are_read_alike(tmp_path: Path, family: str) -> None:
-    old = source_config(family)
+    # Not the theta that mlx-lm takes when it finds none.
+    flat = {"rope_theta": 500.0} if "rope_theta" in source_config(family) else {}
+    old = source_config(family, **flat)
     config = saved_by_transformers(old)
     assert config.keys().isdisjoint({"rope_theta", "rope_scaling", "full_attention_interval"})
     source = write_folder(tmp_path / "m", config, tiny_weights(old))
@@ -72,15 +75,51 @@ def test_what_a_config_leaves_out_is_stated(family: str, changes: dict[str, Any]
     shown = {key: value for key, value in config.items() if key not in absent}
     defaults = {"num_key_value_heads": 4, "decoder_sparse_step": 1, "num_kv_shared_layers": 0}
     weights = tiny_weights({**config, **{k: v for k, v in defaults.items() if k in absent}})
-    stated = for_mlx_lm(shown)
-    ours = target_with(shown, weights)
-    wanted = plain_logits(ours, IDS)
-    assert off(plain_logits(target_with(stated, weights), IDS), wanted) <= 1e-4
-    theirs = reference_model(shown)
-    prefix = "language_model." if family == "qwen3_5" else ""
+    stated = target_with(for_mlx_lm(shown), weights)
+    assert off(plain_logits(stated, IDS), plain_logits(target_with(shown, weights), IDS)) <= 1e-4
+    assert _off_by_mlx_lm(shown, weights) <= 1e-4
+
+
+def _off_by_mlx_lm(config: dict[str, Any], weights: dict[str, np.ndarray] | None = None) -> float:
+    """How far mlx-lm's logits are from ours, of the same config and weights in float32."""
+    ours: Any = target_with(config, tiny_weights(config) if weights is None else weights)
+    theirs: Any = reference_model(config)
+    prefix = "language_model." if hasattr(theirs, "language_model") else ""
     named = {prefix + n: a for n, a in cast(Any, tree_flatten(ours.parameters()))}
-    theirs.load_weights(list(theirs.sanitize(named).items()))
-    assert off(np.array(theirs(mx.array([IDS]))[0]), wanted) <= 1e-4
+    read = theirs.sanitize(named) if hasattr(theirs, "sanitize") else named
+    theirs.load_weights(list(read.items()))
+    return off(np.array(theirs(mx.array([IDS]))[0]), plain_logits(ours, IDS))
+
+
+_DIVISORS = {"head_dim": 16, "rope_freq_factors": [1.0] * 7 + [2.0]}
+_UNROUNDED = {**_YARN, "original_max_position_embeddings": 64, "truncate": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("gpt_oss", {"rope_scaling": _UNROUNDED}, "positions .* in 4 layers.* t"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "activation .* in 4 layers.* read swiglu_alpha and"),
+        ("gpt_oss", {}, None),
+        ("qwen3_moe", {"rope_scaling": _YARN}, "does not read rope_scaling of this family;"),
+        ("qwen3", {"rope_scaling": _UNROUNDED}, "not read rope_scaling.truncate"),
+        ("qwen3", {"rope_scaling": {**_YARN, "attention_factor": 1.7}}, None),
+        ("llama", _DIVISORS, "does not read rope_freq_factors;"),
+        ("qwen3_5", {}, None),
+        ("gemma4", {}, None),
+    ],
+    ids=str,
+)
+def test_what_mlx_lm_computes_otherwise_is_remarked(
+    family: str, changes: dict[str, Any], sentence: str | None
+) -> None:
+    config = source_config(family, **changes)
+    found = Rules(Recipe(), config, build_target(config)).remarks
+    assert len(found) == (sentence is not None)
+    if sentence is not None:
+        assert re.search(sentence, found[0]), found
+    # Said if and only if it is so.
+    assert (_off_by_mlx_lm(config) > 1e-3) == (sentence is not None)
 
 
 def test_a_whole_gemma4_keeps_its_vocabulary(tmp_path: Path) -> None:

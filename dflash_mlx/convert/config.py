@@ -33,6 +33,7 @@ def result_config(plan: Plan, hashes: Mapping[str, str], check: SelfCheck) -> di
         "revision": loads.revision,
         "recipe": recipe_json(plan.order.recipe),
         "sha256": dict(hashes),
+        "remarks": plan.decision.remarks,
         "self_check": check.to_json()["worst"],
     }
     if loads.drafter is not None:

@@ -35,6 +35,7 @@ class Decision:
     prefix: str  # before every name that is written
     kept: int  # modules that stay as the source has them quantized
     quantized: int  # modules quantized anew
+    remarks: list[str]  # what mlx-lm computes otherwise from the result
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +71,8 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
             quantized += settings is not None
         if settings not in (None, rules.common):
             exceptions[rules.prefix + path] = settings
-    return Decision(jobs, {**rules.common, **exceptions}, rules.prefix, kept, quantized)
+    quantization = {**rules.common, **exceptions}
+    return Decision(jobs, quantization, rules.prefix, kept, quantized, rules.remarks)
 
 
 def _stays(has: Settings, wanted: Settings | None) -> bool:

@@ -61,6 +61,7 @@ class Report:
     resumed_bytes: int = 0
     hashes: dict[str, str] = field(default_factory=dict)
     self_check: dict[str, Any] | None = None
+    remarks: list[str] = field(default_factory=list)  # what other programs read otherwise
     seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -128,6 +129,7 @@ class Plan:
             download_bytes=0,
             modules_quantized=self.decision.quantized,
             modules_kept=self.decision.kept,
+            remarks=self.decision.remarks,
             seconds=round(time.monotonic() - start, 3),
             **done,
         )

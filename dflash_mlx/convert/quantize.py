@@ -19,6 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.convert.reading import for_mlx_lm, module_of
+from dflash_mlx.convert.remarks import remarks
 from dflash_mlx.errors import CheckpointError, UsageError
 
 Settings = dict[str, Any]  # group_size, bits, mode
@@ -94,12 +95,14 @@ class Recipe:
 class Rules:
     """mlx-lm's own choices for one model: what to quantize how, and what keeps its float type.
 
-    `prefix` stands before the model's names where mlx-lm has it inside of a larger one.
+    `prefix` stands before the model's names where mlx-lm has it inside of a larger one. `remarks`
+    say what it computes otherwise.
     """
 
     def __init__(self, recipe: Recipe, config: Mapping[str, Any], model: nn.Module) -> None:
         reference = reference_model(config)
         self.prefix = _prefix(reference, model)
+        self.remarks = remarks(config, model, reference)
         self.common = recipe.settings
         self._predicate: Predicate | None = getattr(reference, "quant_predicate", None)
         if recipe.mixed:
