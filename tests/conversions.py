@@ -69,7 +69,7 @@ def saved_by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     return json.loads(AutoConfig.for_model(own.pop("model_type"), **own).to_json_string())
 
 
-def write_tiny_drafter(folder: Path) -> Path:
+def write_tiny_drafter(folder: Path, **changes: Any) -> Path:
     """A drafter that fits `write_source`."""
     config = drafter_config(
         hidden_size=64,
@@ -77,6 +77,7 @@ def write_tiny_drafter(folder: Path) -> Path:
         num_target_layers=2,
         dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 3, "block_size": 4},
         block_size=4,
+        **changes,
     )
     return write_drafter(folder, config)
 

@@ -138,7 +138,8 @@ def test_everything_beside_the_weights_is_carried_over(tmp_path: Path) -> None:
 def test_config_tells_where_it_came_from(tmp_path: Path) -> None:
     import hashlib
 
-    source, drafter = write_source(tmp_path / "m"), write_tiny_drafter(tmp_path / "d")
+    source = write_source(tmp_path / "m")
+    drafter = write_tiny_drafter(tmp_path / "d", intermediate_size=64)
     order = Order(str(source), tmp_path / "q", Recipe(mixed="mixed_4_6"), drafter=str(drafter))
     report = convert(replace(order, draft_bits=8, shard_bytes=40_000))
     config = json.loads((tmp_path / "q/config.json").read_text())

@@ -18,13 +18,13 @@ from dflash_mlx.convert.jobs import Decision, decide, plain_jobs
 from dflash_mlx.convert.quantize import Recipe
 from dflash_mlx.convert.source import Source, check_against, open_folder, open_source
 from dflash_mlx.convert.write import Shard, make_shards
-from dflash_mlx.draft.checkpoint import check_fit
+from dflash_mlx.draft.checkpoint import check_drafter, check_fit
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
-from dflash_mlx.models import build_target, family_of
+from dflash_mlx.models import build_target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
-from dflash_mlx.weights import read_config, read_weights
+from dflash_mlx.weights import read_weights
 
 SHARD_BYTES = 5_000_000_000
 
@@ -151,7 +151,9 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
         drafter = hub.preview(found.drafter_spec, revision=found.drafter_revision, kind="drafter")
     if target is not None and target.config:
         refuse_drafter(found.target_spec, target.config)
-        family_of(target.config)
+        model = build_target(target.config)
+        if drafter is not None:
+            check_fit(parse_config(drafter.config), model)
     ahead = [preview for preview in (target, drafter) if preview is not None]
     if not ahead:
         return None
@@ -208,7 +210,7 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
         )
     draft_shards: list[Shard] = []
     if loads.drafter is not None:
-        check_fit(parse_config(read_config(loads.drafter)), model)
+        check_drafter(loads.drafter, model, bits=order.draft_bits)
         drafter = open_folder(
             loads.drafter, Checkpoint({}, Groups({}, {}), read_weights(loads.drafter))
         )
