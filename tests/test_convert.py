@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import mixed_bits, write_quantized
+from checkpoints import mixed_bits, write_folder, write_quantized
 from conversions import (
     GGUF_KEYS,
     IDS,
@@ -17,6 +17,7 @@ from conversions import (
     mlx_lm_logits,
     off,
     our_logits,
+    source_config,
     tensors_of,
     tiny_families,
     write_family_gguf,
@@ -25,9 +26,11 @@ from conversions import (
     write_tiny_gguf,
 )
 from mlx_lm import convert as mlx_lm_convert
+from tiny import tiny_weights
 from tiny_engine import VOCAB, write_tokenizer
+from tiny_experts import mxfp4_experts
 
-from dflash_mlx import engine
+from dflash_mlx import engine, hub
 from dflash_mlx.convert import Order, Recipe, convert
 from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS, compare
 from dflash_mlx.convert.source import open_source
@@ -139,6 +142,7 @@ def test_config_tells_where_it_came_from(tmp_path: Path) -> None:
     import hashlib
 
     source = write_source(tmp_path / "m")
+    (source / "README.md").write_text("---\nbase_model: org/Base\n---\n")
     drafter = write_tiny_drafter(tmp_path / "d", intermediate_size=64)
     order = Order(str(source), tmp_path / "q", Recipe(mixed="mixed_4_6"), drafter=str(drafter))
     report = convert(replace(order, draft_bits=8, shard_bytes=40_000))
@@ -148,6 +152,8 @@ def test_config_tells_where_it_came_from(tmp_path: Path) -> None:
     del files["config.json"]
     assert origin["sha256"] == {n: hashlib.sha256(b).hexdigest() for n, b in files.items()}
     assert origin["source"] == str(source)
+    # The card is not carried over, and what it says of the model's origin is.
+    assert hub.base_models(tmp_path / "q") == (str(source), "org/Base")
     assert origin["recipe"]["mixed"] == "mixed_4_6"
     assert origin["drafter"] == {
         "folder": "drafter",
@@ -217,6 +223,19 @@ def test_the_self_check_finds_a_weight_in_the_wrong_place(tmp_path: Path) -> Non
     assert errors["layer 0"] < 0.05 < 0.3 < errors["layer 1"]
 
 
+def test_openai_s_own_layout_of_gpt_oss_stays_in_its_bits(tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = source_config("gpt_oss", **changes, quantization_config={"quant_method": "mxfp4"})
+    source = write_folder(tmp_path / "m", config, mxfp4_experts(tiny_weights(config)))
+    write_tokenizer(source)
+    report = convert(Order(str(source), tmp_path / "q", Recipe(bits=8, group_size=32)))
+    assert (report.modules_kept, report.modules_quantized) == (6, 12)
+    ours, expected = our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")
+    assert off(ours, expected) <= 1e-4
+    assert off(our_logits(tmp_path / "q", keep=True), expected) <= 1e-4
+    assert float(np.median(np.abs(our_logits(source) - expected))) < 0.2 * expected.std()
+
+
 @pytest.mark.parametrize("kind", [None, "Q4_1", "Q8_0"])
 def test_gguf_becomes_a_folder_with_tokenizer(tmp_path: Path, kind: str | None) -> None:
     file = write_tiny_gguf(tmp_path / "m.gguf", kind)
@@ -255,4 +274,10 @@ def test_a_dry_run_writes_nothing_and_counts_right(tmp_path: Path) -> None:
     before = bytes_of(tmp_path)
     dry = convert(replace(order, dry_run=True))
     assert bytes_of(tmp_path) == before
+    assert dry.remarks == []
     assert dry.result_bytes == convert(order).result_bytes
+    after = bytes_of(tmp_path)
+    again = convert(replace(order, dry_run=True))
+    assert again.remarks == [f"{tmp_path / 'q'} exists already; delete it or give another folder."]
+    assert again.result_bytes == dry.result_bytes
+    assert bytes_of(tmp_path) == after

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dflash_mlx import __version__
+from dflash_mlx import __version__, hub
 from dflash_mlx.convert.plan import Plan, recipe_json
 from dflash_mlx.convert.reading import for_mlx_lm
 from dflash_mlx.weights import BUNDLED_DRAFTER as DRAFTER
@@ -31,6 +31,7 @@ def result_config(plan: Plan, hashes: Mapping[str, str], check: SelfCheck) -> di
         "tool": f"dflash-mlx {__version__}",
         "source": loads.spec,
         "revision": loads.revision,
+        "base_models": list(dict.fromkeys((loads.spec, *hub.base_models(loads.path)))),
         "recipe": recipe_json(plan.order.recipe),
         "sha256": dict(hashes),
         "remarks": plan.decision.remarks,

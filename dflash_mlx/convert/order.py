@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -38,16 +39,28 @@ def convert(order: Order, progress: Progress | None = None, *, show_fetch: bool 
         raise UsageError("--draft-bits needs a drafter; name one with --drafter.")
     destination = destination_of(order)
     with _sentences(destination):
-        check_free(destination)
+        taken = _taken(order, destination)
         ahead = preview(order, found, destination)
         if order.dry_run and ahead is not None:
-            return ahead
+            return replace(ahead, remarks=[*taken, *ahead.remarks])
         loads = fetch(order, found, show_fetch)
         with _no_cache():
             plan = make_plan(order, loads, destination)
             if order.dry_run:
-                return plan.report(start)
+                report = plan.report(start)
+                return replace(report, remarks=[*taken, *report.remarks])
             return _carry_out(plan, progress or (lambda done, total: None), start)
+
+
+def _taken(order: Order, destination: Path) -> list[str]:
+    """UsageError unless the folder can be written; a dry run, which does not, remarks on it."""
+    try:
+        check_free(destination)
+    except UsageError as error:
+        if not order.dry_run:
+            raise
+        return [str(error)]
+    return []
 
 
 def _carry_out(plan: Plan, progress: Progress, start: float) -> Report:

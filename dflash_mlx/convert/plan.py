@@ -24,7 +24,7 @@ from dflash_mlx.errors import CheckpointError
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
 from dflash_mlx.models import build_target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
-from dflash_mlx.weights import read_weights
+from dflash_mlx.weights import UNFINISHED, read_weights
 
 SHARD_BYTES = 5_000_000_000
 
@@ -61,7 +61,7 @@ class Report:
     resumed_bytes: int = 0
     hashes: dict[str, str] = field(default_factory=dict)
     self_check: dict[str, Any] | None = None
-    remarks: list[str] = field(default_factory=list)  # what other programs read otherwise
+    remarks: list[str] = field(default_factory=list)  # sentences on what is to be known of it
     seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -219,7 +219,8 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     plan = Plan(
         order, loads, destination, source, decision, shards, draft_shards, tokenizer, prompt
     )
-    there = hub.size_on_disk(destination) if destination.exists() else 0
+    begun = (destination / UNFINISHED).is_file()
+    there = hub.size_on_disk(destination) if begun else 0
     refuse_too_little([Demand("to write", destination, max(0, plan.nbytes - there))])
     return plan
 
