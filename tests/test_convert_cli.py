@@ -63,6 +63,7 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     assert lines["recipe"].strip() == "mixed_3_6, groups of 64"
     assert "largest relative error 0." in lines["self-check"]
+    assert lines["verdict"].strip().startswith("as expected: most tokens are off by 0.")
     record = json.loads((tmp_path / "q/config.json").read_text())["conversion"]
     assert [lines["remark"].strip()] == record["remarks"]
     assert "does not read rope_scaling.truncate" in lines["remark"]

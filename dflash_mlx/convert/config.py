@@ -35,7 +35,7 @@ def result_config(plan: Plan, hashes: Mapping[str, str], check: SelfCheck) -> di
         "recipe": recipe_json(plan.order.recipe),
         "sha256": dict(hashes),
         "remarks": plan.decision.remarks,
-        "self_check": check.to_json()["worst"],
+        "self_check": check.record(),
     }
     if loads.drafter is not None:
         config["conversion"]["drafter"] = {

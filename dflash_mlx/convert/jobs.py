@@ -35,7 +35,8 @@ class Decision:
     prefix: str  # before every name that is written
     kept: int  # modules that stay as the source has them quantized
     quantized: int  # modules quantized anew
-    remarks: list[str]  # what mlx-lm computes otherwise from the result
+    again: int  # of those, modules that the source has in other bits
+    remarks: list[str]  # sentences on what is to be known of the result
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +56,7 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
     parameters: Any = tree_flatten(model.parameters())
     jobs: list[Job] = []
     exceptions: dict[str, Settings] = {}
-    kept = quantized = 0
+    kept = quantized = again = 0
     for name, _ in parameters:
         path, _, leaf = name.rpartition(".")
         settings = rules.settings(path, modules[path]) if leaf == "weight" else None
@@ -69,10 +70,19 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
             weight = source.weights[name]
             jobs.append(_job(source, name, weight, own, settings, rules.prefix))
             quantized += settings is not None
+            again += packed is not None and settings is not None
         if settings not in (None, rules.common):
             exceptions[rules.prefix + path] = settings
     quantization = {**rules.common, **exceptions}
-    return Decision(jobs, quantization, rules.prefix, kept, quantized, rules.remarks)
+    remarks = [*_of_quantized(kept, again), *rules.remarks]
+    return Decision(jobs, quantization, rules.prefix, kept, quantized, again, remarks)
+
+
+def _of_quantized(kept: int, again: int) -> list[str]:
+    if not kept and not again:
+        return []
+    more = f", and {again} are quantized a second time, which adds to their errors" if again else ""
+    return [f"The source is quantized itself: {kept} of its modules stay as they are{more}."]
 
 
 def _stays(has: Settings, wanted: Settings | None) -> bool:

@@ -17,6 +17,7 @@ from dflash_mlx.convert.companions import write_companions
 from dflash_mlx.convert.config import DRAFTER, result_config
 from dflash_mlx.convert.folder import WorkFolder, check_free
 from dflash_mlx.convert.plan import Order, Plan, Report, destination_of, fetch, make_plan, preview
+from dflash_mlx.convert.quantize import noise_of
 from dflash_mlx.convert.source import open_folder, open_source
 from dflash_mlx.convert.write import Shard, sha256_of, write_index, write_json, write_shard
 from dflash_mlx.errors import DFlashError, SourceError, UsageError
@@ -128,7 +129,8 @@ def _self_check(plan: Plan) -> SelfCheck:
     weights = {k.removeprefix(prefix): v for k, v in read_weights(plan.destination).items()}
     written = Checkpoint(plan.source.config, groups, weights)
     before, after = open_source(plan.loads.path), open_folder(plan.destination, written)
-    return compare(before, after, plan.prompt)
+    kinds = [groups.common, *groups.by_path.values()]
+    return compare(before, after, plan.prompt, max(noise_of(dict(kind)) for kind in kinds))
 
 
 @contextmanager

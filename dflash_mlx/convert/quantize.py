@@ -218,6 +218,14 @@ def encode(
         yield from kept
 
 
+def noise_of(settings: Settings) -> float:
+    """The relative error that settings leave in a matrix of normally distributed numbers."""
+    values = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
+    parts = mx.quantize(mx.array(values).astype(mx.bfloat16), **settings)
+    back = np.array(mx.dequantize(*parts, **settings, dtype=mx.float32))
+    return float(np.linalg.norm(back - values) / np.linalg.norm(values))
+
+
 def _refuse_not_finite(chunk: mx.array, stored: mx.Dtype, place: str) -> None:
     if chunk.size and not np.isfinite(mx.abs(chunk).max().astype(mx.float32).item()):
         name = str(chunk.dtype).removeprefix("mlx.core.")
