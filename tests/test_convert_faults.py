@@ -72,6 +72,34 @@ def _drafter(source: Path) -> None:
     write_tiny_drafter(source)
 
 
+def _index(source: Path, weight_map: Any) -> None:
+    file = source / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _header(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = source / "model.safetensors"
+    stored = file.read_bytes()
+    end = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])
+
+
+def _entry(**changes: Any) -> Callable[[Path], None]:
+    return lambda source: _header(source, lambda header: header[LATE].update(changes))
+
+
+def _metadata(source: Path) -> None:
+    _header(source, lambda header: header.update(__metadata__="mlx"))
+
+
+def _folder(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").mkdir()
+
+
 class Fault(NamedTuple):
     name: str
     make: Callable[[Path], Any]
@@ -104,6 +132,34 @@ FAULTS = [
         "family",
         lambda m: _config(m, model_type="rwkv"),
         "The config's model_type 'rwkv' is not supported; use a model of one of llama, qwen3",
+    ),
+    Fault(
+        "index of numbers",
+        lambda m: _index(m, {LATE: 1, "a": "b"}),
+        "{m}/model.safetensors.index.json names 1, which is no file name;",
+    ),
+    Fault(
+        "no index", lambda m: _index(m, []), "{m}/model.safetensors.index.json has no weight_map"
+    ),
+    *(
+        Fault(f"header {key} {value}", _entry(**{key: value}), f"{{m}}/model.safetensors {broken}")
+        for key, value, broken in (
+            ("shape", ["64"], f"has a broken entry for {LATE};"),
+            ("data_offsets", ["0", "256"], f"has a broken entry for {LATE};"),
+            ("data_offsets", [0.0, 256.0], f"has a broken entry for {LATE};"),
+            ("data_offsets", [0, 256], "has a broken entry for"),  # another tensor's bytes
+        )
+    ),
+    Fault("header kind", _entry(dtype=["F32"]), f"Tensor {LATE} of {{m}}/* is stored as ['F32'],"),
+    Fault("metadata", _metadata, "{m}/model.safetensors has a broken safetensors header;"),
+    Fault("folder", _folder, "{m}/model.safetensors cannot be read or written (Is a directory);"),
+    *(
+        Fault(f"config {key}", lambda m, c={key: value}: _config(m, **c), sentence)
+        for key, value, sentence in (
+            ("model_type", ["qwen3"], "The config's model_type ['qwen3'] is not supported;"),
+            ("layer_types", 3, "The config's layer_types is 3, not a list;"),
+            ("text_config", [1], "{m}/config.json has text_config [1], which is no object*"),
+        )
     ),
     Fault("drafter", _drafter, "{m} is a DFlash drafter, not a model;"),
     Fault("cyclic shard", _cyclic_shard, "{m}/model.safetensors cannot be read or written (*);"),

@@ -97,9 +97,10 @@ def float_type(recipe: Recipe, source: Source) -> mx.Dtype | None:
     As in mlx-lm the config's dtype decides when the recipe names none. GGUF files state none, and
     half of them hold float32 norms beside packed matrices: they become bfloat16.
     """
-    nested = source.config.get("text_config") or {}
+    nested = source.config.get("text_config")
+    nested = nested if isinstance(nested, dict) else {}
     for name in (recipe.dtype, *(c.get(k) for c in (source.config, nested) for k in _DTYPE_KEYS)):
-        if name in DTYPES:
+        if isinstance(name, str) and name in DTYPES:
             return DTYPES[name]
     if source.path.suffix.lower() == ".gguf":
         return mx.bfloat16

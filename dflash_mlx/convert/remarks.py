@@ -72,7 +72,8 @@ def _activates_otherwise(ours: Any, theirs: Any) -> bool:
 
 def _unread_rope_keys(config: Mapping[str, Any]) -> str:
     """The settings that mlx-lm is known to pass over, as far as this config has them."""
-    text = config.get("text_config") or config
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) and nested else config
     scaling = {} if str(config["model_type"]).startswith("gemma4") else rope_scaling(text)
     if config["model_type"] == "qwen3_moe" and rope_type(scaling) != "default":
         return "rope_scaling of this family"

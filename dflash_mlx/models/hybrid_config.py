@@ -12,6 +12,7 @@ from dflash_mlx.layers.rope import Rope, rope_from_config, rope_scaling
 from dflash_mlx.models.config import (
     DenseConfig,
     flag,
+    malformed,
     positive_float,
     positive_int,
     read_dense_config,
@@ -89,6 +90,8 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
         key = "full_attention_interval"
         interval = positive_int({key: DEFAULT_INTERVAL, **config}, key)
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
+    if not isinstance(kinds, list):
+        malformed("layer_types", kinds, "a list")
     if len(kinds) != layers:
         raise CheckpointError(
             f"The config has {len(kinds)} layer_types for {layers} layers; correct config.json."
