@@ -256,8 +256,7 @@ def take_dense(
 
 def refuse_drafter(folder: Path | str, config: Mapping[str, Any]) -> None:
     """CheckpointError when the config is a drafter's."""
-    names = config.get("architectures") or []
-    if "dflash_config" in config or any("dflash" in str(name).lower() for name in names):
+    if "dflash_config" in config or "dflash" in str(config.get("architectures")).lower():
         raise CheckpointError(
             f"{folder} is a DFlash drafter, not a model; give the model it was made for, and this "
             "with --draft."

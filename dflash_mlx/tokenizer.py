@@ -245,7 +245,13 @@ def _configured_end_ids(file: Path) -> set[int]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is no JSON object. Fetch the model again.")
     found: set[int] = set()
-    for level in (config, config.get("text_config") or {}):
+    nested = config.get("text_config") or {}
+    if not isinstance(nested, dict):
+        raise CheckpointError(
+            f"{file} has text_config {nested!r}, which is no object. Correct the file or fetch the "
+            "model again."
+        )
+    for level in (config, nested):
         value = level.get("eos_token_id")
         values = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(v) is int for v in values):

@@ -57,7 +57,8 @@ def bundled_drafter(folder: Path) -> tuple[Path, int | None] | None:
     """
     if not (folder / "config.json").is_file():
         return None
-    record = (read_config(folder).get("conversion") or {}).get("drafter")
+    conversion = read_config(folder).get("conversion")
+    record = conversion.get("drafter") if isinstance(conversion, dict) else None
     if not isinstance(record, dict):
         return None
     return folder / BUNDLED_DRAFTER, record.get("bits")
@@ -124,10 +125,11 @@ def _read_index(folder: Path) -> dict[str, str]:
     weight_map = _read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file} has no weight_map; {_FETCH_AGAIN}")
-    for name in sorted(set(weight_map.values())):
+    for name in weight_map.values():
         # A name with a folder in it could reach outside the checkpoint.
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{file} names {name!r}, which is no file name; {_FETCH_AGAIN}")
+    for name in sorted(set(weight_map.values())):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} lacks {name}, which {_INDEX} lists; {_FETCH_AGAIN}")
     return weight_map
@@ -169,10 +171,13 @@ def _checked_names(file: Path) -> list[str]:
             header = json.loads(stream.read(header_bytes))
         except ValueError:
             header = None
-    if not isinstance(header, dict):
+    if not isinstance(header, dict) or not _is_metadata(header.pop("__metadata__", None)):
         raise CheckpointError(f"{file} has a broken safetensors header; {_FETCH_AGAIN}")
-    header.pop("__metadata__", None)
-    end = max([_checked_end(file, name, entry) for name, entry in header.items()], default=0)
+    end = 0
+    for start, stop, name in sorted(_span(file, name, entry) for name, entry in header.items()):
+        if start != end:  # the format knows neither gaps nor overlaps
+            raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}")
+        end = stop
     if 8 + header_bytes + end != size:
         raise CheckpointError(
             f"{file} has {size} bytes, its header describes {8 + header_bytes + end}; "
@@ -181,18 +186,27 @@ def _checked_names(file: Path) -> list[str]:
     return list(header)
 
 
-def _checked_end(file: Path, name: str, entry: Any) -> int:
-    """Where tensor `name` ends, in bytes behind the header."""
+def _is_metadata(found: Any) -> bool:
+    """Whether it is what the format allows: nothing, or strings by name."""
+    return found is None or (
+        isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    )
+
+
+def _span(file: Path, name: str, entry: Any) -> tuple[int, int, str]:
+    """Where tensor `name` begins and ends, in bytes behind the header; and the name."""
     try:
-        kind, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        elements = math.prod(shape)
+        kind, shape, (start, end) = str(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (start, end, *shape))
     except (TypeError, KeyError, ValueError):
-        raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}") from None
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}")
     if kind not in _ELEMENT_BITS:
         raise CheckpointError(
             f"Tensor {name} of {file} is stored as {kind}, which is not supported; use a "
             f"checkpoint in one of {', '.join(_ELEMENT_BITS)}."
         )
-    if start < 0 or end - start != elements * _ELEMENT_BITS[kind] // 8:
+    if end - start != math.prod(shape) * _ELEMENT_BITS[kind] // 8:
         raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}")
-    return end
+    return start, end, name

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from checkpoints import WIDE, write_folder
 from gguf import GGMLQuantizationType
-from gguf_files import gguf_tensors, model_fields, tokenizer_fields, write_gguf
+from gguf_files import TOKENS, gguf_tensors, model_fields, tokenizer_fields, write_gguf
 from mlx.utils import tree_map
 from mlx_lm.utils import load_model
 from oracle import plain_logits
@@ -22,6 +22,9 @@ from tiny import tiny_config, tiny_prompt, tiny_weights
 from tiny_drafter import drafter_config, write_drafter
 from tiny_engine import VOCAB, write_tokenizer
 
+from dflash_mlx.gguf.config import read_config
+from dflash_mlx.gguf.file import read_gguf
+from dflash_mlx.gguf.tensors import tensor_table
 from dflash_mlx.loader import Precision, load_target_as
 from dflash_mlx.models import FAMILIES
 
@@ -41,19 +44,32 @@ def tiny_families() -> list[str]:
 
 def write_source(folder: Path, family: str = "qwen3", **options: Any) -> Path:
     """A checkpoint as people publish it: weights, tokenizer with template, generation config."""
-    # Rows that groups of 32 and 64 divide; other families have layers of their own pattern.
-    wide = WIDE if family in ("llama", "qwen3") else {"hidden_size": WIDE["hidden_size"]}
-    if family == "gpt_oss":  # mlx-lm computes YaRN only so
-        scaling = tiny_config(family)["rope_scaling"]
-        wide = {**wide, "rope_scaling": {**scaling, "truncate": True}}
-    config = tiny_config(family, vocab_size=VOCAB, **{**wide, **options.pop("changes", {})})
+    config = source_config(family, **options.pop("changes", {}))
     write_folder(folder, config, **options)
     write_tokenizer(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, VOCAB - 1]}))
     return folder
 
 
-def write_tiny_drafter(folder: Path) -> Path:
+def source_config(family: str, **changes: Any) -> dict[str, Any]:
+    """config.json of `write_source`."""
+    # Rows that groups of 32 and 64 divide; other families have layers of their own pattern.
+    wide = WIDE if family in ("llama", "qwen3") else {"hidden_size": WIDE["hidden_size"]}
+    if family == "gpt_oss":  # mlx-lm computes YaRN only so
+        scaling = tiny_config(family)["rope_scaling"]
+        wide = {**wide, "rope_scaling": {**scaling, "truncate": True}}
+    return tiny_config(family, vocab_size=VOCAB, **{**wide, **changes})
+
+
+def saved_by_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as transformers 5 writes it: `rope_parameters` alone, heads layer by layer."""
+    from transformers import AutoConfig
+
+    own = dict(config)
+    return json.loads(AutoConfig.for_model(own.pop("model_type"), **own).to_json_string())
+
+
+def write_tiny_drafter(folder: Path, **changes: Any) -> Path:
     """A drafter that fits `write_source`."""
     config = drafter_config(
         hidden_size=64,
@@ -61,6 +77,7 @@ def write_tiny_drafter(folder: Path) -> Path:
         num_target_layers=2,
         dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 3, "block_size": 4},
         block_size=4,
+        **changes,
     )
     return write_drafter(folder, config)
 
@@ -77,6 +94,56 @@ def write_tiny_gguf(file: Path, kind: str | None = None) -> Path:
     )
     kinds = dict.fromkeys(matrices, GGMLQuantizationType[kind]) if kind else None
     return write_gguf(file, "llama", fields | tokenizer_fields(), tensors, kinds)
+
+
+_EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64}
+_HYBRID = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 32,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 128,
+    "full_attention_interval": 2,
+    "rope.dimension_count": 16,
+}
+#: what each architecture has beyond the sizes that all have
+GGUF_KEYS: dict[str, dict[str, int]] = {
+    "qwen3moe": {"feed_forward_length": 128, **_EXPERTS},
+    "qwen35": {"feed_forward_length": 128, **_HYBRID},
+    "qwen35moe": {"expert_shared_feed_forward_length": 64, **_EXPERTS, **_HYBRID},
+}
+
+
+def write_family_gguf(file: Path, architecture: str) -> Path:
+    """A float32 GGUF of random weights, all of it as wide as groups of 32 ask for."""
+    sizes = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": 64,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1000.0,
+        **GGUF_KEYS[architecture],
+    }
+    fields = {f"{architecture}.{k}": v for k, v in sizes.items()} | tokenizer_fields()
+    # The reader's own table says which tensors a config asks for.
+    table = {"token_embd.weight": np.zeros((len(TOKENS), 64), np.float32)}
+    write_gguf(file, architecture, fields, table)
+    config = {**read_config(read_gguf(file), architecture), "tie_word_embeddings": False}
+    rng, tensors = np.random.default_rng(3), {}
+    for name, entry in tensor_table(architecture, config).items():
+        values = rng.normal(size=entry.shape)
+        if name.endswith("ssm_a"):
+            values = -np.exp(values)
+        elif len(entry.shape) == 1:
+            values = 1 + 0.2 * values
+        else:
+            values = values * 1.5 / np.sqrt(entry.shape[-1])
+        tensors[name] = values.astype(np.float32)
+    return write_gguf(file, architecture, fields, tensors)
 
 
 def our_logits(folder: Path, *, keep: bool = False) -> np.ndarray:

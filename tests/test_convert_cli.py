@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from conversions import start, write_source, write_tiny_drafter
 
 from dflash_mlx import cli, convert
+from dflash_mlx.cli import convert as command
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -34,12 +38,22 @@ def test_one_json_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "dtype": None,
     }
     assert report["destination"] == str(tmp_path / "q")
+    assert report["remarks"] == []
     assert report["self_check"]["worst"]["error"] < 0.2
     assert (tmp_path / "q/drafter/config.json").exists()
 
 
+# Rotary settings that mlx-lm reads otherwise.
+UNROUNDED = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+
+
 def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_source(tmp_path / "m")
+    source = write_source(tmp_path / "m", changes={"rope_scaling": UNROUNDED})
     options = ["--recipe", "mixed_3_6", "--dtype", "float16"]
     code, out, _ = run(capsys, str(source), str(tmp_path / "q"), *options, "--dry-run")
     assert code == 0
@@ -49,6 +63,10 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     assert lines["recipe"].strip() == "mixed_3_6, groups of 64"
     assert "largest relative error 0." in lines["self-check"]
+    assert lines["verdict"].strip().startswith("as expected: most tokens are off by 0.")
+    record = json.loads((tmp_path / "q/config.json").read_text())["conversion"]
+    assert [lines["remark"].strip()] == record["remarks"]
+    assert "does not read rope_scaling.truncate" in lines["remark"]
 
 
 def test_the_destination_is_named_by_model_and_recipe(
@@ -112,6 +130,28 @@ def test_an_interruption_says_how_to_go_on(
     code, _, err = run(capsys, str(tmp_path / "m"), str(tmp_path / "q"))
     assert code == 130
     assert "The same command goes on from here" in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_shows_bytes_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "100")
+    clock = iter(range(1000))  # each look at it a second later
+    monkeypatch.setattr("rich.console.monotonic", lambda: float(next(clock)))
+    with command._bar() as progress:
+        for done in range(0, 60, 10):
+            progress(done * 1_000_000, 600_000_000)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert re.search(r"writing .* 50\.0/600\.0 MB .*/s 0:0[0-9]:[0-9]{2}\s*$", shown, re.M), shown
+    assert "checking" not in shown
+    with command._bar() as progress:
+        progress(600_000_000, 600_000_000)
+    assert "checking" in terminal.getvalue()
 
 
 SMOLLM2 = """

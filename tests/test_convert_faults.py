@@ -21,7 +21,7 @@ from tiny import tiny_config
 
 from dflash_mlx import hub
 from dflash_mlx.convert import Order, Recipe, convert
-from dflash_mlx.errors import CheckpointError, DFlashError, MismatchError, UsageError
+from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
 from tests.fake_hub import FakeHub, FakeRepo
 
 pytest_plugins = ["tests.hub_fixtures"]
@@ -72,6 +72,34 @@ def _drafter(source: Path) -> None:
     write_tiny_drafter(source)
 
 
+def _index(source: Path, weight_map: Any) -> None:
+    file = source / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _header(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = source / "model.safetensors"
+    stored = file.read_bytes()
+    end = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])
+
+
+def _entry(**changes: Any) -> Callable[[Path], None]:
+    return lambda source: _header(source, lambda header: header[LATE].update(changes))
+
+
+def _metadata(source: Path) -> None:
+    _header(source, lambda header: header.update(__metadata__="mlx"))
+
+
+def _folder(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").mkdir()
+
+
 class Fault(NamedTuple):
     name: str
     make: Callable[[Path], Any]
@@ -105,6 +133,34 @@ FAULTS = [
         lambda m: _config(m, model_type="rwkv"),
         "The config's model_type 'rwkv' is not supported; use a model of one of llama, qwen3",
     ),
+    Fault(
+        "index of numbers",
+        lambda m: _index(m, {LATE: 1, "a": "b"}),
+        "{m}/model.safetensors.index.json names 1, which is no file name;",
+    ),
+    Fault(
+        "no index", lambda m: _index(m, []), "{m}/model.safetensors.index.json has no weight_map"
+    ),
+    *(
+        Fault(f"header {key} {value}", _entry(**{key: value}), f"{{m}}/model.safetensors {broken}")
+        for key, value, broken in (
+            ("shape", ["64"], f"has a broken entry for {LATE};"),
+            ("data_offsets", ["0", "256"], f"has a broken entry for {LATE};"),
+            ("data_offsets", [0.0, 256.0], f"has a broken entry for {LATE};"),
+            ("data_offsets", [0, 256], "has a broken entry for"),  # another tensor's bytes
+        )
+    ),
+    Fault("header kind", _entry(dtype=["F32"]), f"Tensor {LATE} of {{m}}/* is stored as ['F32'],"),
+    Fault("metadata", _metadata, "{m}/model.safetensors has a broken safetensors header;"),
+    Fault("folder", _folder, "{m}/model.safetensors cannot be read or written (Is a directory);"),
+    *(
+        Fault(f"config {key}", lambda m, c={key: value}: _config(m, **c), sentence)
+        for key, value, sentence in (
+            ("model_type", ["qwen3"], "The config's model_type ['qwen3'] is not supported;"),
+            ("layer_types", 3, "The config's layer_types is 3, not a list;"),
+            ("text_config", [1], "{m}/config.json has text_config [1], which is no object*"),
+        )
+    ),
     Fault("drafter", _drafter, "{m} is a DFlash drafter, not a model;"),
     Fault("cyclic shard", _cyclic_shard, "{m}/model.safetensors cannot be read or written (*);"),
     Fault("cyclic folder", _cyclic_folder, "The model '{m}' does not exist: "),
@@ -129,13 +185,55 @@ def test_bad_input_gets_a_sentence_and_leaves_nothing(tmp_path: Path, fault: Fau
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
 
 
-def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
+_EXTRA = "layers.0.extra.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "sentence"),
+    [
+        (
+            lambda d: _config(d, num_target_layers=9),
+            {},
+            "The drafter was made for a target of 9 layers, the target has 2;",
+        ),
+        (
+            lambda d: _config(d, hidden_size=32),
+            {},
+            "The drafter reads hidden states of width 32 (*), the target gives 64 (128 in all);",
+        ),
+        (
+            lambda d: _weights(d, lambda w: w.pop("fc.weight")),
+            {},
+            "The drafter in {d} lacks fc.weight; fetch the drafter again.",
+        ),
+        (
+            lambda d: _weights(d, lambda w: w.update({_EXTRA: mx.zeros(3)})),
+            {},
+            f"The drafter in {{d}} holds tensors its config.json does not explain: {_EXTRA};",
+        ),
+        (
+            lambda d: _weights(d, lambda w: w.update({"norm.weight": mx.ones(63)})),
+            {},
+            "Tensor norm.weight of {d} has shape (63,), its config.json asks for (64,);",
+        ),
+        (lambda d: None, {"draft_bits": 8}, "The drafter's * has 40 inputs, no multiple of *"),
+        (
+            lambda d: None,
+            {"drafter": None, "draft_bits": 4},
+            "--draft-bits needs a drafter; name one with --drafter",
+        ),
+    ],
+    ids=["layers", "width", "missing", "extra", "shape", "bits", "none"],
+)
+def test_a_drafter_that_would_not_load_is_refused(
+    tmp_path: Path, change: Callable[[Path], Any], options: dict[str, Any], sentence: str
+) -> None:
     source, drafter = write_source(tmp_path / "m"), write_tiny_drafter(tmp_path / "d")
-    _config(drafter, num_target_layers=9)
-    with pytest.raises(MismatchError, match="was made for a target of 9 layers, the target has 2"):
-        convert(Order(str(source), tmp_path / "q", drafter=str(drafter)))
-    with pytest.raises(UsageError, match="--draft-bits needs a drafter; name one with --drafter"):
-        convert(Order(str(source), tmp_path / "q", draft_bits=4))
+    change(drafter)
+    order = Order(str(source), tmp_path / "q", drafter=str(drafter))
+    with pytest.raises(DFlashError) as caught:
+        convert(replace(order, **options), lambda done, total: pytest.fail("began to write"))
+    assert matches(str(caught.value), sentence.replace("{d}", str(drafter))), caught.value
     assert not (tmp_path / "q").exists()
 
 
@@ -236,7 +334,7 @@ def repo_of(folder: Path) -> FakeRepo:
     return FakeRepo(bytes_of(folder))
 
 
-@pytest.mark.parametrize("what", ["family", "drafter", "disk"])
+@pytest.mark.parametrize("what", ["family", "drafter", "other drafter", "disk"])
 def test_refusals_come_before_the_download(
     tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -248,12 +346,17 @@ def test_refusals_come_before_the_download(
     elif what == "drafter":
         _drafter(source)
         sentence = "org/m is a DFlash drafter, not a model"
+    elif what == "other drafter":
+        drafter = write_tiny_drafter(tmp_path / "d")
+        _config(drafter, num_target_layers=9)
+        server.repos["org/d"] = repo_of(drafter)
+        sentence = "made for a target of 9 layers"
     else:
         usage = shutil.disk_usage(tmp_path)._replace(free=63_000_000)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     server.repos["org/m"] = repo_of(source)
     with pytest.raises(DFlashError, match=sentence):
-        convert(Order("org/m", tmp_path / "q"))
+        convert(Order("org/m", tmp_path / "q", drafter="org/d" if "other" in what else None))
     assert server.gets("model.safetensors") == []
     assert not (tmp_path / "q").exists()
 

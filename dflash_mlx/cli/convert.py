@@ -157,6 +157,8 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         rows.append(
             ("self-check", f"largest relative error {worst['error']:.3g}, at {worst['where']}")
         )
+        rows.append(("verdict", report.self_check["verdict"]))
+    rows += [("remark", remark) for remark in report.remarks]
     if report.seconds is not None:
         rows.append(("seconds", f"{report.seconds:.1f}"))
     return rows

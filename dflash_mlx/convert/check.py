@@ -21,32 +21,72 @@ PROMPT_TOKENS = 16
 
 #: rows of the head multiplied at once
 _HEAD_ROWS = 8192
+#: how far the noise of single matrices is taken to grow through a model's layers
+_GROWTH = 8.0
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A point of the forward pass, and the largest relative error of its rows there."""
+    """A point of the forward pass; relative errors |result - source| / |source| of rows there."""
 
     where: str  # embedding, layer N, or logits
-    error: float  # |result - source| / |source|, Euclidean, of the worst token's row
+    error: float  # of the worst token's row
+    median: float  # of the middle one: a token that chose other experts does not move it
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Errors at every place, in the order of the forward pass."""
+    """Errors at every place, in the order of the forward pass.
+
+    noise: the relative error that the settings leave in one matrix (`noise_of`).
+    """
 
     places: list[Place]
+    noise: float
 
     @property
     def worst(self) -> Place:
         return max(self.places, key=lambda place: place.error)
 
+    @property
+    def limit(self) -> float:
+        """The largest error of the middle row that the settings explain.
+
+        Never above 1: such an error is as large as the state it is in, whatever the bits.
+        """
+        return min(1.0, _GROWTH * self.noise)
+
+    @property
+    def as_expected(self) -> bool:
+        return max(place.median for place in self.places) <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        """Whether the error is one that these settings make, as a sentence for a person."""
+        middle = max(self.places, key=lambda place: place.median)
+        seen = f"most tokens are off by {middle.median:.2g} at most (at {middle.where})"
+        if self.as_expected:
+            return f"as expected: {seen}, and these settings explain up to {self.limit:.2g}"
+        return (
+            f"more than expected: {seen}, and these settings explain {self.limit:.2g}; compare its "
+            "answers with the source's, or take more bits"
+        )
+
     def to_json(self) -> dict[str, Any]:
-        return {"worst": asdict(self.worst), "places": [asdict(p) for p in self.places]}
+        return {**self.record(), "places": [asdict(p) for p in self.places]}
+
+    def record(self) -> dict[str, Any]:
+        """What config.json keeps of it."""
+        return {
+            "worst": asdict(self.worst),
+            "explained": self.limit,
+            "as_expected": self.as_expected,
+            "verdict": self.verdict,
+        }
 
 
-def compare(source: Source, result: Source, ids: Sequence[int]) -> SelfCheck:
+def compare(source: Source, result: Source, ids: Sequence[int], noise: float = 0.0) -> SelfCheck:
     """Run `ids` through both in float32. CheckpointError when the result is not finite anywhere.
 
     Each layer is read, run and dropped before the next, so the largest layer in float32 is held.
@@ -61,8 +101,8 @@ def compare(source: Source, result: Source, ids: Sequence[int]) -> SelfCheck:
                 f"The self-check found numbers that are not finite at {where} of {result.path}; "
                 "convert with other settings, and report it if the source answers well."
             )
-        places.append(Place(where, float(error.max())))
-    return SelfCheck(places)
+        places.append(Place(where, float(error.max()), float(np.median(error))))
+    return SelfCheck(places, noise)
 
 
 class _Streamed:

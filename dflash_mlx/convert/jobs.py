@@ -35,6 +35,8 @@ class Decision:
     prefix: str  # before every name that is written
     kept: int  # modules that stay as the source has them quantized
     quantized: int  # modules quantized anew
+    again: int  # of those, modules that the source has in other bits
+    remarks: list[str]  # sentences on what is to be known of the result
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +56,7 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
     parameters: Any = tree_flatten(model.parameters())
     jobs: list[Job] = []
     exceptions: dict[str, Settings] = {}
-    kept = quantized = 0
+    kept = quantized = again = 0
     for name, _ in parameters:
         path, _, leaf = name.rpartition(".")
         settings = rules.settings(path, modules[path]) if leaf == "weight" else None
@@ -68,9 +70,19 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
             weight = source.weights[name]
             jobs.append(_job(source, name, weight, own, settings, rules.prefix))
             quantized += settings is not None
+            again += packed is not None and settings is not None
         if settings not in (None, rules.common):
             exceptions[rules.prefix + path] = settings
-    return Decision(jobs, {**rules.common, **exceptions}, rules.prefix, kept, quantized)
+    quantization = {**rules.common, **exceptions}
+    remarks = [*_of_quantized(kept, again), *rules.remarks]
+    return Decision(jobs, quantization, rules.prefix, kept, quantized, again, remarks)
+
+
+def _of_quantized(kept: int, again: int) -> list[str]:
+    if not kept and not again:
+        return []
+    more = f", and {again} are quantized a second time, which adds to their errors" if again else ""
+    return [f"The source is quantized itself: {kept} of its modules stay as they are{more}."]
 
 
 def _stays(has: Settings, wanted: Settings | None) -> bool:
@@ -85,9 +97,10 @@ def float_type(recipe: Recipe, source: Source) -> mx.Dtype | None:
     As in mlx-lm the config's dtype decides when the recipe names none. GGUF files state none, and
     half of them hold float32 norms beside packed matrices: they become bfloat16.
     """
-    nested = source.config.get("text_config") or {}
+    nested = source.config.get("text_config")
+    nested = nested if isinstance(nested, dict) else {}
     for name in (recipe.dtype, *(c.get(k) for c in (source.config, nested) for k in _DTYPE_KEYS)):
-        if name in DTYPES:
+        if isinstance(name, str) and name in DTYPES:
             return DTYPES[name]
     if source.path.suffix.lower() == ".gguf":
         return mx.bfloat16

@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from dflash_mlx.convert.companions import write_companions
 from dflash_mlx.convert.config import DRAFTER, result_config
 from dflash_mlx.convert.folder import WorkFolder, check_free
 from dflash_mlx.convert.plan import Order, Plan, Report, destination_of, fetch, make_plan, preview
+from dflash_mlx.convert.quantize import noise_of
 from dflash_mlx.convert.source import open_folder, open_source
 from dflash_mlx.convert.write import Shard, sha256_of, write_index, write_json, write_shard
 from dflash_mlx.errors import DFlashError, SourceError, UsageError
@@ -38,16 +40,28 @@ def convert(order: Order, progress: Progress | None = None, *, show_fetch: bool 
         raise UsageError("--draft-bits needs a drafter; name one with --drafter.")
     destination = destination_of(order)
     with _sentences(destination):
-        check_free(destination)
+        taken = _taken(order, destination)
         ahead = preview(order, found, destination)
         if order.dry_run and ahead is not None:
-            return ahead
+            return replace(ahead, remarks=[*taken, *ahead.remarks])
         loads = fetch(order, found, show_fetch)
         with _no_cache():
             plan = make_plan(order, loads, destination)
             if order.dry_run:
-                return plan.report(start)
+                report = plan.report(start)
+                return replace(report, remarks=[*taken, *report.remarks])
             return _carry_out(plan, progress or (lambda done, total: None), start)
+
+
+def _taken(order: Order, destination: Path) -> list[str]:
+    """UsageError unless the folder can be written; a dry run, which does not, remarks on it."""
+    try:
+        check_free(destination)
+    except UsageError as error:
+        if not order.dry_run:
+            raise
+        return [str(error)]
+    return []
 
 
 def _carry_out(plan: Plan, progress: Progress, start: float) -> Report:
@@ -115,7 +129,8 @@ def _self_check(plan: Plan) -> SelfCheck:
     weights = {k.removeprefix(prefix): v for k, v in read_weights(plan.destination).items()}
     written = Checkpoint(plan.source.config, groups, weights)
     before, after = open_source(plan.loads.path), open_folder(plan.destination, written)
-    return compare(before, after, plan.prompt)
+    kinds = [groups.common, *groups.by_path.values()]
+    return compare(before, after, plan.prompt, max(noise_of(dict(kind)) for kind in kinds))
 
 
 @contextmanager

@@ -18,13 +18,13 @@ from dflash_mlx.convert.jobs import Decision, decide, plain_jobs
 from dflash_mlx.convert.quantize import Recipe
 from dflash_mlx.convert.source import Source, check_against, open_folder, open_source
 from dflash_mlx.convert.write import Shard, make_shards
-from dflash_mlx.draft.checkpoint import check_fit
+from dflash_mlx.draft.checkpoint import check_drafter, check_fit
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
-from dflash_mlx.models import build_target, family_of
+from dflash_mlx.models import build_target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
-from dflash_mlx.weights import read_config, read_weights
+from dflash_mlx.weights import UNFINISHED, read_weights
 
 SHARD_BYTES = 5_000_000_000
 
@@ -61,6 +61,7 @@ class Report:
     resumed_bytes: int = 0
     hashes: dict[str, str] = field(default_factory=dict)
     self_check: dict[str, Any] | None = None
+    remarks: list[str] = field(default_factory=list)  # sentences on what is to be known of it
     seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -128,6 +129,7 @@ class Plan:
             download_bytes=0,
             modules_quantized=self.decision.quantized,
             modules_kept=self.decision.kept,
+            remarks=self.decision.remarks,
             seconds=round(time.monotonic() - start, 3),
             **done,
         )
@@ -149,7 +151,9 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
         drafter = hub.preview(found.drafter_spec, revision=found.drafter_revision, kind="drafter")
     if target is not None and target.config:
         refuse_drafter(found.target_spec, target.config)
-        family_of(target.config)
+        model = build_target(target.config)
+        if drafter is not None:
+            check_fit(parse_config(drafter.config), model)
     ahead = [preview for preview in (target, drafter) if preview is not None]
     if not ahead:
         return None
@@ -206,7 +210,7 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
         )
     draft_shards: list[Shard] = []
     if loads.drafter is not None:
-        check_fit(parse_config(read_config(loads.drafter)), model)
+        check_drafter(loads.drafter, model, bits=order.draft_bits)
         drafter = open_folder(
             loads.drafter, Checkpoint({}, Groups({}, {}), read_weights(loads.drafter))
         )
@@ -215,7 +219,8 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     plan = Plan(
         order, loads, destination, source, decision, shards, draft_shards, tokenizer, prompt
     )
-    there = hub.size_on_disk(destination) if destination.exists() else 0
+    begun = (destination / UNFINISHED).is_file()
+    there = hub.size_on_disk(destination) if begun else 0
     refuse_too_little([Demand("to write", destination, max(0, plan.nbytes - there))])
     return plan
 

@@ -6,7 +6,6 @@ Knows no files: a recipe and a model's modules in, settings by module path out.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from dflash_mlx.convert.reading import for_mlx_lm, module_of
+from dflash_mlx.convert.remarks import remarks
 from dflash_mlx.errors import CheckpointError, UsageError
 
 Settings = dict[str, Any]  # group_size, bits, mode
@@ -94,12 +95,14 @@ class Recipe:
 class Rules:
     """mlx-lm's own choices for one model: what to quantize how, and what keeps its float type.
 
-    `prefix` stands before the model's names where mlx-lm has it inside of a larger one.
+    `prefix` stands before the model's names where mlx-lm has it inside of a larger one. `remarks`
+    say what it computes otherwise.
     """
 
     def __init__(self, recipe: Recipe, config: Mapping[str, Any], model: nn.Module) -> None:
-        reference = _reference_model(config)
+        reference = reference_model(config)
         self.prefix = _prefix(reference, model)
+        self.remarks = remarks(config, model, reference)
         self.common = recipe.settings
         self._predicate: Predicate | None = getattr(reference, "quant_predicate", None)
         if recipe.mixed:
@@ -124,58 +127,34 @@ class Rules:
         return self._casts(self.prefix + name)
 
 
-def for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config in words that mlx-lm reads as they are meant; CheckpointError when it has none."""
-    read = {**config, "model_type": _mlx_lm_type(config)}
-    if str(config["model_type"]).startswith("gemma4_unified"):
-        # Such models have no inputs a layer and do not say so, which mlx-lm takes for having them.
-        nested = {**read["text_config"]} if read.get("text_config") else read
-        nested.setdefault("hidden_size_per_layer_input", 0)
-        if nested is not read:
-            read["text_config"] = nested
-    return read
-
-
-def _mlx_lm_type(config: Mapping[str, Any]) -> str:
-    """The config's model_type as mlx-lm calls it, which has fewer names for text models alone."""
-    name = str(config["model_type"])
-    whole = name.removesuffix("_text")
-    alone = [f"{_module_of(whole)}_text"] if whole != name else []
-    for known in (name, *alone, whole):
-        if importlib.util.find_spec(f"mlx_lm.models.{_module_of(known)}"):
-            return known
-    raise CheckpointError(
-        f"mlx-lm has no model_type {name!r}, and the converter asks it what to quantize; convert a "
-        "model of a family that mlx-lm has."
-    )
-
-
-def _module_of(name: str) -> str:
-    from mlx_lm.utils import MODEL_REMAPPING
-
-    return MODEL_REMAPPING.get(name, name)
-
-
-def _reference_model(config: Mapping[str, Any]) -> nn.Module:
+def reference_model(config: Mapping[str, Any]) -> nn.Module:
     """mlx-lm's model of this config with unset weights; it carries the family's quantization."""
     read = for_mlx_lm(config)
-    module = importlib.import_module(f"mlx_lm.models.{_module_of(read['model_type'])}")
-    return module.Model(module.ModelArgs.from_dict(read))
+    module = importlib.import_module(f"mlx_lm.models.{module_of(read['model_type'])}")
+    try:
+        return module.Model(module.ModelArgs.from_dict(read))
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"mlx-lm {version('mlx-lm')}, which the converter asks what to quantize, cannot read "
+            f"this config ({error}); correct config.json, or run the model without converting it."
+        ) from error
 
 
 def _prefix(reference: nn.Module, model: nn.Module) -> str:
     """What mlx-lm wants before our names; CheckpointError when it would not read them at all."""
     ours: Any = dict(tree_flatten(model.parameters()))  # shapes alone: nothing is evaluated
-    theirs = {name for name, _ in cast(Any, tree_flatten(reference.parameters()))}
+    theirs = {n: a.shape for n, a in cast(Any, tree_flatten(reference.parameters()))}
     for prefix in _PREFIXES:
         given = {prefix + name: array for name, array in ours.items()}
         read = reference.sanitize(given) if hasattr(reference, "sanitize") else given
-        if read.keys() == theirs:
+        if {name: array.shape for name, array in read.items()} == theirs:
             return prefix
-    odd = sorted(theirs ^ ours.keys())
+    shapes = {name: array.shape for name, array in ours.items()}
+    named = {name.removeprefix(_PREFIXES[1]): shape for name, shape in theirs.items()}
+    odd = sorted(n for n in {*shapes, *named} if shapes.get(n) != named.get(n))
     raise CheckpointError(
-        f"mlx-lm {version('mlx-lm')} has other parameters than this model, {odd[0]} among them; "
-        "install the version that this program asks for."
+        f"mlx-lm {version('mlx-lm')} has no {odd[0]} like this model's, and the converter asks it "
+        "what to quantize; the model can be run here but not converted."
     )
 
 
@@ -237,6 +216,14 @@ def encode(
             kept.append(_bytes(part))
     for kept in later:
         yield from kept
+
+
+def noise_of(settings: Settings) -> float:
+    """The relative error that settings leave in a matrix of normally distributed numbers."""
+    values = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
+    parts = mx.quantize(mx.array(values).astype(mx.bfloat16), **settings)
+    back = np.array(mx.dequantize(*parts, **settings, dtype=mx.float32))
+    return float(np.linalg.norm(back - values) / np.linalg.norm(values))
 
 
 def _refuse_not_finite(chunk: mx.array, stored: mx.Dtype, place: str) -> None:

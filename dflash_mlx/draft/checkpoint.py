@@ -52,6 +52,25 @@ def open_drafter(
     DFlash 2's convolutions and selector stay in `dtype`. CheckpointError for a folder that is no
     complete drafter, MismatchError when it does not fit the target.
     """
+    model, config, weights, target_ids = _checked(folder, target, bits, group_size)
+    _load(model, weights, dtype)
+    if bits is not None:
+        nn.quantize(model, group_size=group_size, bits=bits, class_predicate=_is_quantized)
+        mx.eval(model.parameters())
+    return (DFlash2Drafter if config.parts else DFlashDrafter)(model, config, target, target_ids)
+
+
+def check_drafter(
+    folder: Path, target: Target, *, bits: int | None = None, group_size: int = 64
+) -> None:
+    """Raise what `open_drafter` would, without reading weights; the target's may be unset."""
+    _checked(folder, target, bits, group_size)
+
+
+def _checked(
+    folder: Path, target: Target, bits: int | None, group_size: int
+) -> tuple[DFlashModel, DFlashConfig, dict[str, mx.array], mx.array | None]:
+    """Model with unset weights, config, the weights that are exactly the model's, target ids."""
     if bits not in (None, 4, 8):
         raise UsageError(f"Drafters cannot be quantized to {bits} bits; choose 4 or 8.")
     stored = read_config(folder)
@@ -62,10 +81,10 @@ def open_drafter(
     target_ids = pop_target_ids(weights, config, folder)
     own = [table for table in _TABLES if f"{table}.weight" in weights]
     model = (DFlash2Model if config.parts else DFlashModel)(config, own)
-    _load(model, config, weights, dtype, folder)
+    _check_tensors(model, config, weights, folder)
     if bits is not None:
-        _quantize(model, bits, group_size)
-    return (DFlash2Drafter if config.parts else DFlashDrafter)(model, config, target, target_ids)
+        _refuse_uneven(model, group_size)
+    return model, config, weights, target_ids
 
 
 def check_fit(config: DFlashConfig, target: Target) -> None:
@@ -101,14 +120,18 @@ def _mismatch(drafter: str, target: str) -> MismatchError:
     )
 
 
-def _load(
-    model: DFlashModel,
-    config: DFlashConfig,
-    weights: dict[str, mx.array],
-    dtype: mx.Dtype,
-    folder: Path,
-) -> None:
+def _load(model: DFlashModel, weights: dict[str, mx.array], dtype: mx.Dtype) -> None:
     """Move checked tensors into the model one by one, evaluated."""
+    for name in list(weights):
+        tensor = weights.pop(name).astype(dtype)
+        mx.eval(tensor)
+        model.load_weights([(name, tensor)], strict=False)
+
+
+def _check_tensors(
+    model: DFlashModel, config: DFlashConfig, weights: dict[str, mx.array], folder: Path
+) -> None:
+    """CheckpointError unless the weights are the model's parameters, by name, shape and type."""
     wanted = {name: array.shape for name, array in _parameters(model)}
     _check_names(weights, set(wanted), folder)
     fc = weights["fc.weight"].shape
@@ -119,7 +142,7 @@ def _load(
             "drafter whose config.json belongs to its weights."
         )
     for name, shape in wanted.items():
-        tensor = weights.pop(name)
+        tensor = weights[name]
         if tensor.shape != shape:
             raise CheckpointError(
                 f"Tensor {name} of {folder} has shape {tensor.shape}, its config.json asks for "
@@ -130,9 +153,6 @@ def _load(
                 f"Tensor {name} of {folder} is stored as {tensor.dtype}; use a drafter with "
                 "floating-point weights."
             )
-        tensor = tensor.astype(dtype)
-        mx.eval(tensor)
-        model.load_weights([(name, tensor)], strict=False)
 
 
 def _parameters(model: DFlashModel) -> list[tuple[str, mx.array]]:
@@ -166,16 +186,15 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:4]) + more
 
 
-def _quantize(model: DFlashModel, bits: int, group_size: int) -> None:
-    def chosen(name: str, module: nn.Module) -> bool:
-        kept = any(part in UNQUANTIZED for part in name.split("."))
-        return isinstance(module, nn.Linear | nn.Embedding) and not kept
+def _is_quantized(name: str, module: nn.Module) -> bool:
+    kept = any(part in UNQUANTIZED for part in name.split("."))
+    return isinstance(module, nn.Linear | nn.Embedding) and not kept
 
+
+def _refuse_uneven(model: DFlashModel, group_size: int) -> None:
     for name, module in model.named_modules():
-        if chosen(name, module) and module.weight.shape[-1] % group_size:
+        if _is_quantized(name, module) and module.weight.shape[-1] % group_size:
             raise UsageError(
                 f"The drafter's {name} has {module.weight.shape[-1]} inputs, no multiple of the "
                 f"group size {group_size}; leave --draft-bits out."
             )
-    nn.quantize(model, group_size=group_size, bits=bits, class_predicate=chosen)
-    mx.eval(model.parameters())

@@ -115,7 +115,10 @@ class _Metadata:
             "num_experts": self.integer("expert_count"),
             "num_experts_per_tok": self.integer("expert_used_count"),
             "moe_intermediate_size": self.integer("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # llama.cpp knows these architectures so only
+            # llama.cpp knows these architectures so only.
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
         }
         if self.architecture in HYBRIDS:
             shared = self.integer("expert_shared_feed_forward_length")
@@ -133,6 +136,7 @@ class _Metadata:
         return {
             "num_hidden_layers": layers,
             "mtp_num_hidden_layers": extra,
+            "full_attention_interval": self.integer("full_attention_interval", default=4),
             "layer_types": self._layer_types(layers),
             "linear_num_key_heads": self.integer("ssm.group_count"),
             "linear_num_value_heads": value_heads,

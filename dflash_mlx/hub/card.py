@@ -16,8 +16,8 @@ _HEAD = re.compile(r"\A---\n(.*?\n)---", re.DOTALL)
 def base_models(place: Path) -> tuple[str, ...]:
     """Names of the models that the model at `place` (folder or file) was made from, as stated.
 
-    Read from config.json's base_model and _name_or_path and from README.md; empty when neither
-    says so. Nothing is checked: these are hints for a person.
+    Read from config.json's base_model, _name_or_path and record of a conversion, and from
+    README.md; empty when none says so. Nothing is checked: these are hints for a person.
     """
     folder = place if place.is_dir() else place.parent
     found = [*_of_config(folder / "config.json"), *_of_card(folder / "README.md")]
@@ -31,7 +31,10 @@ def _of_config(file: Path) -> list[str]:
         return []
     if not isinstance(config, dict):
         return []
+    record = config.get("conversion")
+    bases = record.get("base_models") if isinstance(record, dict) else None
     stated = [config.get(key) for key in ("base_model", "_name_or_path")]
+    stated += bases if isinstance(bases, list) else []
     return [name for name in stated if isinstance(name, str)]
 
 

@@ -153,7 +153,7 @@ def _freq_factors(config: Mapping[str, Any], count: int) -> np.ndarray | None:
     return np.asarray(factors, dtype=np.float64)
 
 
-def _original_length(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+def original_length(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     """Positions before the extension; transformers falls back to max_position_embeddings."""
     key = "original_max_position_embeddings"
     for source in (scaling, config):
@@ -180,7 +180,7 @@ def _llama3(
     """Llama 3.1: slow frequencies stretched by factor, fast ones kept, between them a blend."""
     factor = _number(scaling, "factor")
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
-    turns = _original_length(scaling, config) / (2 * math.pi * periods)
+    turns = original_length(scaling, config) / (2 * math.pi * periods)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return periods / (keep + (1.0 - keep) / factor), 1.0
 
@@ -190,7 +190,7 @@ def _yarn(
 ) -> tuple[_Periods, float]:
     """YaRN (arXiv 2309.00071, section 3): a ramp over dimensions between kept and stretched."""
     factor = _number(scaling, "factor")
-    theta, original = scaling["rope_theta"], _original_length(scaling, config)
+    theta, original = scaling["rope_theta"], original_length(scaling, config)
     dims = 2 * len(periods)
 
     def dimension(turns: float) -> float:
@@ -204,10 +204,11 @@ def _yarn(
     if low == high:
         high += 0.001  # as transformers does, a step instead of a division by zero
     stretch = np.clip((np.arange(len(periods)) - low) / (high - low), 0.0, 1.0)
-    return periods / ((1.0 - stretch) + stretch / factor), _yarn_magnitude(scaling, factor)
+    return periods / ((1.0 - stretch) + stretch / factor), yarn_magnitude(scaling, factor)
 
 
-def _yarn_magnitude(scaling: Mapping[str, Any], factor: float) -> float:
+def yarn_magnitude(scaling: Mapping[str, Any], factor: float) -> float:
+    """What YaRN multiplies cosine and sine by: attention_factor, else made from `factor`."""
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
 

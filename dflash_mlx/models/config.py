@@ -120,6 +120,8 @@ def refuse_unsupported(config: Mapping[str, Any], own_keys: Collection[str] = ()
         if key in config and config[key] not in neutral:
             refuse(key, config[key])
     layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        malformed("layer_types", layer_types, "a list")
     if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
         refuse("layer_types", ", ".join(other))
     known = _ROPE_KEYS | _NEUTRAL.keys() | {"layer_types"}
@@ -138,7 +140,7 @@ def positive_int(config: Mapping[str, Any], key: str) -> int:
     """A required key whose value is a whole number above zero."""
     value = _required(config, key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        _malformed(key, value, "a whole number above zero")
+        malformed(key, value, "a whole number above zero")
     return value
 
 
@@ -146,7 +148,7 @@ def positive_float(config: Mapping[str, Any], key: str) -> float:
     """A required key whose value is a number above zero."""
     value = _required(config, key)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        _malformed(key, value, "a number above zero")
+        malformed(key, value, "a number above zero")
     return float(value)
 
 
@@ -154,7 +156,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
     """An optional key that is true or false; absent or null means false."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        _malformed(key, value, "true or false")
+        malformed(key, value, "true or false")
     return bool(value)
 
 
@@ -166,7 +168,8 @@ def _required(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
-def _malformed(key: str, value: Any, wanted: str) -> NoReturn:
+def malformed(key: str, value: Any, wanted: str) -> NoReturn:
+    """Raise the CheckpointError of a value of the wrong type or range."""
     raise CheckpointError(f"The config's {key} is {value!r}, not {wanted}; correct config.json.")
 
 

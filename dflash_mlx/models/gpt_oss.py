@@ -15,7 +15,13 @@ import mlx.nn as nn
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.layers.moe import Experts, mixed, top_k_softmax
 from dflash_mlx.layers.rope import rope_from_config, rope_scaling
-from dflash_mlx.models.config import positive_float, positive_int, read_dense_config, refuse
+from dflash_mlx.models.config import (
+    malformed,
+    positive_float,
+    positive_int,
+    read_dense_config,
+    refuse,
+)
 from dflash_mlx.models.dense import DenseTarget
 
 _OWN_KEYS = frozenset(
@@ -126,6 +132,8 @@ def build(config: Mapping[str, Any]) -> DenseTarget:
 def _windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
     """Of each layer the positions a query sees; without layer_types they alternate."""
     kinds = config.get("layer_types") or [(_SLIDING, _FULL)[i % 2] for i in range(layers)]
+    if not isinstance(kinds, list):
+        malformed("layer_types", kinds, "a list")
     if len(kinds) != layers:
         raise CheckpointError(
             f"The config's layer_types names {len(kinds)} layers of {layers}; correct config.json."

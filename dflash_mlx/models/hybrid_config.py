@@ -12,6 +12,7 @@ from dflash_mlx.layers.rope import Rope, rope_from_config, rope_scaling
 from dflash_mlx.models.config import (
     DenseConfig,
     flag,
+    malformed,
     positive_float,
     positive_int,
     read_dense_config,
@@ -19,7 +20,7 @@ from dflash_mlx.models.config import (
 )
 
 LINEAR, FULL = "linear_attention", "full_attention"
-_DEFAULT_INTERVAL, _DEFAULT_ROTARY = 4, 0.25  # transformers' defaults of these families
+DEFAULT_INTERVAL, DEFAULT_ROTARY = 4, 0.25  # transformers' defaults of these families
 
 _OWN_KEY_NAMES = """
     attn_output_gate decoder_sparse_step full_attention_interval layer_types
@@ -87,8 +88,10 @@ def _layer_types(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     kinds = config.get("layer_types")
     if kinds is None:
         key = "full_attention_interval"
-        interval = positive_int({key: _DEFAULT_INTERVAL, **config}, key)
+        interval = positive_int({key: DEFAULT_INTERVAL, **config}, key)
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
+    if not isinstance(kinds, list):
+        malformed("layer_types", kinds, "a list")
     if len(kinds) != layers:
         raise CheckpointError(
             f"The config has {len(kinds)} layer_types for {layers} layers; correct config.json."
@@ -122,7 +125,7 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     """
     key, scaling = "partial_rotary_factor", rope_scaling(config)
     given = scaling.pop(key, None)
-    factor = positive_float({key: given or config.get(key) or _DEFAULT_ROTARY}, key)
+    factor = positive_float({key: given or config.get(key) or DEFAULT_ROTARY}, key)
     dims = int(head_dim * factor)
     if factor > 1 or dims % 2 or not dims:
         raise CheckpointError(
