@@ -1,12 +1,13 @@
 """Every family is lossless: plain greedy text for every accept length, window and chunk edges.
 
-A family joins by its name in FAMILIES; test_decode.py has llama and qwen3, and holds the loop
-itself to more than this.
+A family joins by its name in FAMILIES; test_decode.py has llama and qwen3 (DENSE here), and holds
+the loop itself to more than this.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -19,13 +20,22 @@ from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.segment import Segment
 
-FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_next", "gemma4_shared", "gemma4_moe"]
+FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_5", "qwen3_next", "gemma4_shared"]
+# Their attention and caches are those of one above, beside experts.
+ALIKE = ["qwen3_5_moe", "gemma4_moe"]
+DENSE = ["llama", "qwen3"]
 TAPS = (0, 2)
 CHUNK = 16
 TOKENS = 24
 # Shorter than a window of 8, about a chunk, and longer than both together.
 LENGTHS = [1, 7, CHUNK, 2 * CHUNK + 9]
 PLANS = {"all": [99], "none": [0], "mixed": [0, 99, 2, 5, 1, 99, 99, 0, 3], "one": [1]}
+# One draft of two is "all", and "mixed" reaches every count of up to 6.
+RUNS = [(plan, block) for plan in ("all", "none", "mixed") for block in (2, 7, 16)] + [("one", 16)]
+CASES = [(name, *run, length) for name in FAMILIES for run in RUNS for length in LENGTHS]
+CASES += [
+    (name, "mixed", block, n) for name in ALIKE for block in (7, 16) for n in (7, LENGTHS[-1])
+]
 
 
 class Text:
@@ -56,10 +66,14 @@ def checked_greedy(target, prompt: list[int], n: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request):
-    target = tiny_target(request.param)
-    return target, {length: Text(target, length) for length in LENGTHS}
+@cache
+def family(name: str):
+    return tiny_target(name)
+
+
+@cache
+def text_of(name: str, length: int) -> Text:
+    return Text(family(name), length)
 
 
 def expected_cycles(plan: list[int], block: int, n: int) -> list[tuple[int, int]]:
@@ -91,11 +105,9 @@ def decode(session: Session, prompt: list[int]) -> tuple[list[int], GenerationSt
     return [token for step in steps for token in step], stats
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("block", [2, 7, 16])
-@pytest.mark.parametrize("plan", PLANS)
-def test_drafts_never_change_the_text(family, plan: str, block: int, length: int) -> None:
-    target, text = family[0], family[1][length]
+@pytest.mark.parametrize(("name", "plan", "block", "length"), CASES)
+def test_drafts_never_change_the_text(name: str, plan: str, block: int, length: int) -> None:
+    target, text = family(name), text_of(name, length)
     drafter = oracle(target, text, block, PLANS[plan])
     session = Session(target, drafter, nullcontext, prefill_chunk=CHUNK)
     tokens, stats = decode(session, text.prompt)
@@ -109,8 +121,9 @@ def test_drafts_never_change_the_text(family, plan: str, block: int, length: int
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_plain_decoding_gives_the_same_text(family, length: int) -> None:
-    target, text = family[0], family[1][length]
+@pytest.mark.parametrize("name", FAMILIES)
+def test_plain_decoding_gives_the_same_text(name: str, length: int) -> None:
+    target, text = family(name), text_of(name, length)
     session = Session(target, None, nullcontext, prefill_chunk=CHUNK)
     tokens, stats = decode(session, text.prompt)
     assert tokens == text.truth
@@ -120,8 +133,8 @@ def test_plain_decoding_gives_the_same_text(family, length: int) -> None:
 def test_families_run_side_by_side_with_drafters_of_different_taps() -> None:
     """Two sequences on each target, step by step in turn: nothing of one is seen by another."""
     runs = []
-    for name in FAMILIES:
-        target = tiny_target(name)
+    for name in FAMILIES + ALIKE + DENSE:
+        target = family(name)
         for taps, block, length in (((0, 2), 7, 20), ((3, 1, 0), 4, 9)):
             text = Text(target, length, taps)
             drafter = oracle(target, text, block, PLANS["mixed"])

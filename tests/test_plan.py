@@ -202,13 +202,38 @@ def test_advice_is_true() -> None:
     assert not fit.fits
     assert fit.largest_context is None
     told = " ".join(fit.advice)
-    assert "Quantize the target to 5 bits" in told
+    assert "Quantize the target to 5 bits: then it fits." in told
     assert plan(model, mac, bits=5).fits
     assert not plan(model, mac, bits=6).fits
-    assert "mlx-community/Qwen3.5-27B-4bit is ready" in told
+    assert "mlx-community/Qwen3.5-27B-4bit is ready, with 4 bits." in told
     assert "A Mac with 96 GB" in told
     assert plan(model, mac_memory(96)).fits
     assert not plan(model, mac_memory(64)).fits
+
+
+def test_a_drafter_of_unknown_size_is_not_counted_as_nothing(capsys) -> None:
+    from dflash_mlx.cli import main
+
+    model = find_model("gemma-4-12B-it")
+    assert model.draft is None
+    fit = plan(model, mac_memory(64))
+    assert fit.unknown == ("drafter", "draft_cache")
+    assert not fit.parts.keys() & {"drafter", "draft_cache"}
+    assert "the total lacks its weights and context" in " ".join(model.remarks)
+    with pytest.raises(SystemExit):
+        main(["plan", "gemma-4-12B-it", "--memory", "64"])
+    shown = capsys.readouterr().out
+    lines = dict(line.split("  ", 1) for line in shown.splitlines() if "  " in line)
+    assert lines["draft cache"].strip() == "unknown"
+    assert lines["total"].strip().endswith("GB, without the unknown")
+    assert shown.endswith("It fits without the drafter; whether it fits with it is not known.\n")
+    with pytest.raises(SystemExit):
+        main(["plan", "gemma-4-12B-it", "--memory", "64", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["parts"]["drafter"] is None
+    assert document["unknown_parts"] == ["drafter", "draft_cache"]
+    assert plan(find_model("gemma-4-12B-it", drafted=False), mac_memory(64)).unknown == ()
+    assert plan(find_model("Qwen3-8B"), mac_memory(64)).unknown == ()
 
 
 def test_the_largest_context_is_where_it_stops_fitting() -> None:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.cache import WindowCache
+from dflash_mlx.cache import WindowCache, context
 from dflash_mlx.cache.context import REWIND_ROWS
 from dflash_mlx.cache.kv import GROWTH_ROWS
 
@@ -138,6 +138,13 @@ def test_a_window_without_positions_is_refused() -> None:
         WindowCache(0)
 
 
+def room(window: int) -> int:
+    """Bytes of a window, what a rewind needs, and the room that keeps copies rare, in steps."""
+    kept = window - 1 + REWIND_ROWS
+    steps = -(-(kept + max(GROWTH_ROWS, kept // 4)) // GROWTH_ROWS)
+    return ROW_BYTES * GROWTH_ROWS * steps
+
+
 @pytest.mark.parametrize("window", [16, 128, 1000])
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_bytes_do_not_grow_with_the_cycles(window: int, chunk: int) -> None:
@@ -148,7 +155,30 @@ def test_bytes_do_not_grow_with_the_cycles(window: int, chunk: int) -> None:
     for cycle in range(1, 501):
         rows.write(cache, 16, cycle % 17)
         held[cycle] = cache.nbytes
-    slack = REWIND_ROWS + 2 * GROWTH_ROWS + window // 4
-    assert max(held.values()) <= ROW_BYTES * (window + chunk + slack)
+    assert max(held.values()) <= room(window)
     assert max(c for n, c in held.items() if n > 50) <= max(c for n, c in held.items() if n <= 50)
     assert cache.nbytes == sum(a.nbytes for a in cache.arrays())
+
+
+@pytest.mark.parametrize("window", [16, 128, 1000])
+def test_a_prompts_room_is_given_back_without_many_copies(window: int, monkeypatch) -> None:
+    moves: list[int] = []
+    moved = context._moved
+
+    def counted(old, like, drop, keep, capacity):
+        moves.append(capacity)
+        return moved(old, like, drop, keep, capacity)
+
+    monkeypatch.setattr(context, "_moved", counted)
+    cache, rows = WindowCache(window), Rows()
+    for chunk in (2048, 700, 300, 2048):
+        rows.write(cache, chunk, chunk)
+        assert cache.nbytes >= ROW_BYTES * min(chunk, 2048)
+        for commit in (1, 0, 16, 3):
+            rows.write(cache, 16, commit)
+            assert cache.nbytes <= room(window)
+        assert not cache.rewind(0)
+        assert cache.rewind(rows.length - 16)
+        rows.cut(rows.length - 16)
+    # Each copy moves keys and values.
+    assert len(moves) // 2 <= rows.length // (GROWTH_ROWS // 2)

@@ -35,6 +35,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
     **EXPERT_FAMILIES,
 }
+# Every tiny model there is; what is tested of all of them starts from here.
+VARIANTS: tuple[str, ...] = (*_FAMILIES, *tiny_hybrid.VARIANTS, *tiny_gemma.VARIANTS)
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:

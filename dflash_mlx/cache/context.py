@@ -95,19 +95,24 @@ class LayerContext:
         self.values[:, :, at : at + rows] = values
 
     def _reserve(self, rows: int, superseded: int, keys: mx.array, values: mx.array) -> None:
-        """Make room for `rows` rows behind the held ones: drop rows out of reach, or grow."""
+        """Make room for `rows` rows behind the held ones: drop rows out of reach, grow, or shrink.
+
+        A window shrinks when a write larger than those that follow, such as a prompt's chunk, left
+        it more room than they need. That write had over GROWTH_ROWS rows, so that no more than one
+        copy falls on GROWTH_ROWS / 2 rows.
+        """
         capacity = 0 if self.keys is None else self.keys.shape[2]
         held = self.length - self.start
-        if held + rows <= capacity:
-            return
-        drop = 0
+        drop, oversized = 0, False
         if self.window is not None:
-            drop = max(0, held - max(0, self.window - 1 + REWIND_ROWS - superseded))
+            reach = self.window - 1 + REWIND_ROWS
+            drop = max(0, held - max(0, reach - superseded))
+            oversized = capacity > _roomy(reach, rows)
+        if held + rows <= capacity and not oversized:
+            return
         keep = held - drop
-        if keep + rows + GROWTH_ROWS // 2 > capacity:
-            # Growth is proportional for long contexts, so that copying stays linear in the context.
-            capacity = max(keep + rows, keep + max(GROWTH_ROWS, keep // 4))
-            capacity = -(-capacity // GROWTH_ROWS) * GROWTH_ROWS
+        if oversized or keep + rows + GROWTH_ROWS // 2 > capacity:
+            capacity = _roomy(keep, rows)
         self.keys = _moved(self.keys, keys, drop, keep, capacity)
         self.values = _moved(self.values, values, drop, keep, capacity)
         self.start += drop
@@ -143,6 +148,15 @@ class ContextCache:
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
+
+
+def _roomy(keep: int, rows: int) -> int:
+    """Capacity for `rows` rows behind `keep` ones, with room for more.
+
+    The room is proportional for long contexts, so that copying stays linear in the context.
+    """
+    capacity = keep + max(rows, GROWTH_ROWS, keep // 4)
+    return -(-capacity // GROWTH_ROWS) * GROWTH_ROWS
 
 
 def _moved(old: mx.array | None, like: mx.array, drop: int, keep: int, capacity: int) -> mx.array:

@@ -14,7 +14,7 @@ class WindowCache(LayerContext, LayerCache):
     A query at position p sees the positions p-W < j <= p, itself included. Pending rows overwrite
     none that a query may see, so every count can be committed, also after the window has wrapped;
     REWIND_ROWS committed rows more are kept, for sequences that are shortened. The buffers are
-    bounded by W, the longest write and a constant, whatever the length of the sequence.
+    bounded by W, the rows of the current write and a constant, whatever the length of the sequence.
     """
 
     window: int

@@ -58,6 +58,8 @@ def _row(pair: Pair) -> dict[str, Any]:
         "family": pair.family,
         "status": pair.status,
         "note": pair.note,
+        "target_revision": pair.target_revision,
+        "drafter_revision": pair.drafter_revision,
         "target_4bit": pair.target_4bit,
         "target_8bit": pair.target_8bit,
         "block_size": pair.block_size,

@@ -75,7 +75,8 @@ def _document(fit: Fit) -> dict[str, Any]:
         "context": fit.context,
         "context_limit": fit.model.context,
         "bits": fit.bits,
-        "parts": fit.parts,
+        "parts": fit.parts | dict.fromkeys(fit.unknown),
+        "unknown_parts": list(fit.unknown),
         "total_bytes": fit.total,
         "fits": fit.fits,
         "largest_context": fit.largest_context,
@@ -93,7 +94,8 @@ def _show(fit: Fit) -> None:
         ("drafter", fit.model.drafter or "none"),
         ("for", f"{fit.memory.name}, weights: {weights}, context {fit.context}"),
         *((part.replace("_", " "), console.gigabytes(size)) for part, size in fit.parts.items()),
-        ("total", console.gigabytes(fit.total)),
+        *((part.replace("_", " "), "unknown") for part in fit.unknown),
+        ("total", console.gigabytes(fit.total) + (", without the unknown" if fit.unknown else "")),
         (
             "limit",
             f"{console.gigabytes(fit.memory.limit)} of {console.gigabytes(fit.memory.total)}",
@@ -103,4 +105,7 @@ def _show(fit: Fit) -> None:
         *(("advice", sentence) for sentence in fit.advice),
     ]
     console.show_rows(rows, sys.stdout)
-    print("It fits." if fit.fits else "It does not fit.")
+    if fit.fits and fit.unknown:
+        print("It fits without the drafter; whether it fits with it is not known.")
+    else:
+        print("It fits." if fit.fits else "It does not fit.")

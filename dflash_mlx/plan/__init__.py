@@ -75,7 +75,8 @@ class Fit:
     memory: Memory
     context: int
     bits: int | None  # None: the checkpoint as it is
-    parts: dict[str, int]  # bytes
+    parts: dict[str, int]  # bytes, as far as they are known
+    unknown: tuple[str, ...]  # parts whose sizes are not known: the total lacks them
     largest_context: int | None  # that fits; None when not even one block does
     advice: tuple[str, ...]
 
@@ -102,7 +103,8 @@ def plan(model: Model, memory: Memory, context: int | None = None, bits: int | N
     fits = sum(parts.values()) <= memory.limit
     too_long = limit is not None and context > limit
     told = [f"The model was made for {limit} positions; {context} are more."] if too_long else []
-    return Fit(model, memory, context, bits, parts, largest, (*told, *(() if fits else advice)))
+    told += [] if fits else advice
+    return Fit(model, memory, context, bits, parts, _unknown(model), largest, tuple(told))
 
 
 def target_bytes(pair: Pair) -> dict[int, int] | None:
@@ -121,11 +123,11 @@ def target_bytes(pair: Pair) -> dict[int, int] | None:
 
 def part_bytes(model: Model, memory: Memory, context: int, bits: int | None) -> dict[str, int]:
     """Bytes by part: target, drafter, kv_cache, recurrent_state, draft_cache, tap_features,
-    activations (an estimate)."""
+    activations (an estimate). A drafter of unknown sizes has no parts here."""
     how = precision(model.target, metal=memory.metal, bits=bits, quantization=model.quantization)
     size, block = how.float_bytes, model.block
     draft = model.draft
-    return {
+    parts = {
         "target": how.weight_bytes(model.target),
         "drafter": Precision(size).weight_bytes(draft) if draft else 0,
         **cache_bytes(model.target, context, block, size),
@@ -135,6 +137,13 @@ def part_bytes(model: Model, memory: Memory, context: int, bits: int | None) -> 
             model.target, model.taps, context, block, size, fused=memory.metal
         ),
     }
+    return {part: size for part, size in parts.items() if part not in _unknown(model)}
+
+
+def _unknown(model: Model) -> tuple[str, ...]:
+    """Parts that the model has and whose sizes are not known."""
+    has_unknown = model.drafter is not None and model.draft is None
+    return ("drafter", "draft_cache") if has_unknown else ()
 
 
 def _largest_context(model: Model, memory: Memory, bits: int | None, most: int) -> int | None:
@@ -155,6 +164,16 @@ def _largest_context(model: Model, memory: Memory, bits: int | None, most: int) 
     return low * step
 
 
+def _quantize_advice(bits: int, model: Model) -> str:
+    """What to quantize to, and the ready conversion of no more bits."""
+    fits = f"Quantize the target to {bits} bits: then it fits."
+    ready = next(((b, spec) for b, spec in model.conversions if b <= bits), None)
+    if ready is None:
+        return fits
+    has, spec = ready
+    return f"{fits} {spec} is ready" + (f", with {has} bits." if has < bits else ".")
+
+
 def _advice(
     model: Model, memory: Memory, context: int, bits: int | None, largest: int | None
 ) -> list[str]:
@@ -167,9 +186,7 @@ def _advice(
     if memory.metal:
         now = bits or (model.quantization or {}).get("bits", 16)
         if fewer := next((b for b in BITS if b < now and fits(memory, b)), None):
-            ready = next((spec for b, spec in model.conversions if b <= fewer), None)
-            which = f" ({ready} is ready)" if ready else ""
-            told.append(f"Quantize the target to {fewer} bits{which}: then it fits.")
+            told.append(_quantize_advice(fewer, model))
     if largest is not None and largest < context:
         told.append(f"Keep to a context of {largest}: then it fits.")
     if model.draft is not None:

@@ -100,7 +100,7 @@ def draft_cache_bytes(shape: Shape, context: int, block: int, float_bytes: int) 
 
 
 def attention_rows(window: int | None, context: int, block: int) -> int:
-    """Rows that a target layer's buffers have room for (cache/kv, cache/window)."""
+    """Rows a target layer's buffers have room for at the last block (cache/kv, cache/window)."""
     if window is not None:
         buffer = _Buffer(window)
         for rows in _writes(context, block):
@@ -134,13 +134,20 @@ class _Buffer:
         self.window, self.held, self.capacity = window, 0, 0
 
     def write(self, rows: int, superseded: int = 0) -> None:
-        if self.held + rows > self.capacity:
+        oversized = False
+        if self.window is not None:
+            reach = self.window - 1 + REWIND_ROWS
+            oversized = self.capacity > _roomy(reach, rows)
+        if self.held + rows > self.capacity or oversized:
             if self.window is not None:
-                self.held = min(self.held, max(0, self.window - 1 + REWIND_ROWS - superseded))
-            if self.held + rows + GROWTH_ROWS // 2 > self.capacity:
-                grown = self.held + max(GROWTH_ROWS, self.held // 4)
-                self.capacity = _rounded(max(self.held + rows, grown))
+                self.held = min(self.held, max(0, reach - superseded))
+            if oversized or self.held + rows + GROWTH_ROWS // 2 > self.capacity:
+                self.capacity = _roomy(self.held, rows)
         self.held += rows
+
+
+def _roomy(keep: int, rows: int) -> int:
+    return _rounded(keep + max(rows, GROWTH_ROWS, keep // 4))
 
 
 def _rounded(rows: int) -> int:

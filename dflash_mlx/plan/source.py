@@ -162,7 +162,9 @@ def _of_config(
         if pair.taps is None:
             remarks.append(f"How many layers {drafter} taps is not known; {taps} are assumed.")
         if pair.draft is None:
-            remarks.append(f"The sizes of {drafter} are not known; its weights are not counted.")
+            remarks.append(
+                f"The sizes of {drafter} are not known; the total lacks its weights and context."
+            )
         else:
             draft = read_draft_shape(pair.draft, taps, target.vocab_size)
     elif drafted:
