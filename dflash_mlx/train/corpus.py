@@ -1,0 +1,125 @@
+"""The texts a drafter is trained on: token ids of prompts with the answers the target gave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Text:
+    """One prompt with its answer. Only tokens of the answer are trained on."""
+
+    name: str
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.answer_ids
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+    def cut(self, max_length: int) -> Text:
+        """The text without the tokens behind `max_length`."""
+        room = max_length - len(self.prompt_ids)
+        return Text(self.name, self.prompt_ids, self.answer_ids[: max(0, room)])
+
+    def as_json(self) -> str:
+        fields = {"id": self.name, "prompt_ids": self.prompt_ids, "answer_ids": self.answer_ids}
+        return json.dumps(fields, separators=(",", ":"))
+
+
+def read_answers(files: Iterable[Path], vocab_size: int) -> list[Text]:
+    """Texts of JSONL files with `prompt_ids` and `answer_ids` (and `id`) a line, .gz or not.
+
+    UsageError names file and line of what is malformed. A name that occurs twice is taken once.
+    """
+    texts: dict[str, Text] = {}
+    for file in files:
+        for number, row in read_jsonl(file):
+            text = Text(
+                str(row.get("id", f"{file.name}:{number}")),
+                _ids(row, "prompt_ids", vocab_size, file, number),
+                _ids(row, "answer_ids", vocab_size, file, number),
+            )
+            texts.setdefault(text.name, text)
+    return list(texts.values())
+
+
+def read_jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every line that is not blank; UsageError names a bad one."""
+    for number, line in enumerate(_lines(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{file} line {number} is no JSON ({error}). Correct it.") from None
+        if not isinstance(row, dict):
+            raise UsageError(f"{file} line {number} is no JSON object. Correct it.")
+        yield number, row
+
+
+def _lines(file: Path) -> list[str]:
+    import gzip
+
+    try:
+        raw = file.read_bytes()
+        return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode().splitlines()
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{file} cannot be read ({error}). Give a JSONL file.") from None
+
+
+def _ids(
+    row: dict[str, Any], key: str, vocab_size: int, file: Path, number: int
+) -> tuple[int, ...]:
+    ids = row.get(key)
+    good = isinstance(ids, list) and all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids
+    )
+    if not good or not ids:
+        raise UsageError(
+            f"{file} line {number} has no list of token ids of this target under {key!r} "
+            f"(whole numbers from 0 to {vocab_size - 1}). Answers of another target cannot be used."
+        )
+    assert isinstance(ids, list)
+    return tuple(ids)
+
+
+def digest(texts: Sequence[Text]) -> str:
+    """SHA-256 over names and ids, in order: what a run was trained on."""
+    sum_ = hashlib.sha256()
+    for text in texts:
+        sum_.update(text.as_json().encode())
+    return sum_.hexdigest()
+
+
+def usable(texts: Sequence[Text], max_length: int) -> tuple[list[Text], int]:
+    """Texts cut to `max_length` that hold at least one block, and how many do not.
+
+    A block needs a clean token and one to predict, both of the answer.
+    """
+    cut = [text.cut(max_length) for text in texts]
+    kept = [text for text in cut if len(text.answer_ids) >= 2]
+    return kept, len(cut) - len(kept)
+
+
+def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
+    """(trained, held out): the choice depends on names only, so that it stays when texts are added.
+
+    At most a quarter of the texts is held out.
+    """
+    count = min(held_out, len(texts) // 4)
+    ranked = sorted(texts, key=lambda text: hashlib.sha256(text.name.encode()).digest())
+    chosen = {text.name for text in ranked[:count]}
+    trained = [text for text in texts if text.name not in chosen]
+    return trained, [text for text in texts if text.name in chosen]

@@ -1,0 +1,168 @@
+"""What the target knows about every text, computed once and kept in safetensors shards.
+
+Shards are read row by row on demand, so memory does not grow with the corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.models.base import Target
+from dflash_mlx.segment import Segment, spans
+from dflash_mlx.train.corpus import Text
+
+_log = logging.getLogger(__name__)
+
+#: tokens of one forward pass of the target
+PASS_ROWS = 1024
+#: texts of one shard
+SHARD_TEXTS = 64
+_TYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What is kept of the target: part of the name of the cache."""
+
+    target: str  # the target's own name and revision
+    taps: tuple[int, ...]
+    top_k: int  # most likely tokens kept of each answer position; 0 without soft labels
+    dtype: str
+
+    def key(self) -> str:
+        """A short name for this kind of features."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The target's view of one text of L tokens.
+
+    features [L, T·H]. The most likely tokens at each answer position, given what stands before it:
+    ids [answer, K] int32 and their log-probabilities [answer, K] float32, over the vocabulary.
+    """
+
+    features: mx.array
+    ids: mx.array
+    logprobs: mx.array
+
+
+def bytes_a_token(spec: FeatureSpec, hidden_size: int) -> int:
+    """Bytes that one token of a text takes in the cache."""
+    return len(spec.taps) * hidden_size * _TYPES[spec.dtype].size + spec.top_k * 8
+
+
+def compute(target: Target, spec: FeatureSpec, texts: Sequence[Text]) -> list[Seen]:
+    """Run the target over `texts`, as many in one pass as PASS_ROWS allow."""
+    seen: list[Seen] = []
+    for batch in _passes(texts):
+        segments = [Segment(mx.array(t.ids, mx.int32), target.make_cache()) for t in batch]
+        hidden, features = target.forward(segments, spec.taps)
+        assert features is not None
+        for text, (start, stop) in zip(batch, spans(segments), strict=True):
+            rows = features[0, start:stop].astype(_TYPES[spec.dtype])
+            # Row p - 1 gives the distribution of the token at p.
+            first = start + len(text.prompt_ids) - 1
+            ids, logprobs = _most_likely(target, hidden[0, first : stop - 1], spec.top_k)
+            seen.append(Seen(rows, ids, logprobs))
+        mx.eval([(s.features, s.ids, s.logprobs) for s in seen[-len(batch) :]])
+    return seen
+
+
+def _passes(texts: Sequence[Text]) -> Iterator[list[Text]]:
+    batch: list[Text] = []
+    for text in texts:
+        if batch and sum(t.length for t in batch) + text.length > PASS_ROWS:
+            yield batch
+            batch = []
+        batch.append(text)
+    if batch:
+        yield batch
+
+
+def _most_likely(target: Target, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    if k == 0:
+        return mx.zeros((hidden.shape[0], 0), mx.int32), mx.zeros((hidden.shape[0], 0))
+    logits = target.logits(hidden).astype(mx.float32)
+    ids = mx.argpartition(-logits, min(k, logits.shape[-1]) - 1, axis=-1)[:, :k]
+    logprobs = mx.take_along_axis(logits, ids, axis=-1) - mx.logsumexp(logits, -1, keepdims=True)
+    return ids.astype(mx.int32), logprobs
+
+
+class FeatureCache:
+    """Features of texts on disk, found by the text's ids. Made in shards; a killed run goes on."""
+
+    def __init__(self, folder: Path, spec: FeatureSpec) -> None:
+        self.folder = folder / spec.key()
+        self.spec = spec
+        self._where: dict[str, tuple[Path, str]] = {}  # a text's key -> shard, its name there
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for shard in sorted(self.folder.glob("features-*.safetensors")):
+            for name in mx.load(str(shard)):
+                if name.endswith(".features"):
+                    key = name.removesuffix(".features")
+                    self._where[key] = (shard, key)
+
+    def __contains__(self, text: Text) -> bool:
+        return _key(text) in self._where
+
+    def add(
+        self,
+        target: Target,
+        texts: Sequence[Text],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Compute what is missing, shard by shard; each is complete on disk or not there."""
+        missing = [text for text in {_key(t): t for t in texts}.values() if text not in self]
+        # Neighbours in length, so that passes are evenly filled.
+        for start in range(0, len(missing), SHARD_TEXTS):
+            progress(start, len(missing))
+            self._write(missing[start : start + SHARD_TEXTS], target)
+            mx.clear_cache()
+        progress(len(missing), len(missing))
+
+    def _write(self, texts: Sequence[Text], target: Target) -> None:
+        arrays: dict[str, mx.array] = {}
+        for text, seen in zip(texts, compute(target, self.spec, texts), strict=True):
+            key = _key(text)
+            arrays[f"{key}.features"] = seen.features
+            if self.spec.top_k:
+                arrays[f"{key}.ids"], arrays[f"{key}.logprobs"] = seen.ids, seen.logprobs
+        name = hashlib.sha256("".join(sorted(arrays)).encode()).hexdigest()[:12]
+        shard = self.folder / f"features-{name}.safetensors"
+        partial = self.folder / f"partial-{name}.safetensors"
+        mx.save_safetensors(str(partial), arrays)
+        os.replace(partial, shard)
+        self._where |= {_key(text): (shard, _key(text)) for text in texts}
+
+    def read(self, text: Text) -> Seen:
+        """One text's features, read from its shard now. CheckpointError when it is damaged."""
+        shard, key = self._where[_key(text)]
+        try:
+            stored = mx.load(str(shard))
+            features = stored[f"{key}.features"]
+            none = np.zeros((len(text.answer_ids), 0))
+            ids = stored.get(f"{key}.ids", mx.array(none.astype(np.int32)))
+            logprobs = stored.get(f"{key}.logprobs", mx.array(none.astype(np.float32)))
+            mx.eval(features, ids, logprobs)
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"The cached features in {shard} are damaged ({error}); delete that file and "
+                "start again."
+            ) from None
+        return Seen(features, ids, logprobs)
+
+
+def _key(text: Text) -> str:
+    ids = np.array([len(text.prompt_ids), *text.ids], np.int32)
+    return hashlib.sha256(ids.tobytes()).hexdigest()[:24]
