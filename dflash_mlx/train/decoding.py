@@ -153,11 +153,13 @@ def _passes(runs: Sequence[Run]) -> Iterator[list[Run]]:
 
 
 def cache_bytes(target: Target, length: int) -> int:
-    """Bytes that the caches of one sequence of `length` tokens take in a `Decoder`."""
+    """Bytes that the caches of one sequence of `length` tokens take in a step of a `Decoder`."""
     capacity = -(-length // GROWTH_ROWS) * GROWTH_ROWS
     places = Places(1)
     stack = places.add(target.make_cache())
-    target.forward([Segment(mx.zeros((1,), mx.int32), stack)])
+    for _ in range(2):  # a state before the step, and one behind it
+        stack.commit(stack.pending)
+        target.forward([Segment(mx.zeros((1,), mx.int32), stack)])
     total = 0
     for cache in stack:
         rows = cache.pool.capacity if isinstance(cache, PooledCache) else 0
