@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mlx.core as mx
 
 from dflash_mlx.cache.base import LayerCache
 from dflash_mlx.cache.kv import KVCache
 from dflash_mlx.cache.window import WindowCache
+
+if TYPE_CHECKING:
+    from dflash_mlx.cache.pool import PooledCache
 
 
 class BorrowedCache(LayerCache):
@@ -16,13 +21,17 @@ class BorrowedCache(LayerCache):
     told, the lender may have been told already.
     """
 
-    def __init__(self, lender: KVCache | WindowCache) -> None:
+    def __init__(self, lender: KVCache | WindowCache | PooledCache) -> None:
         self.lender = lender
 
     def read(self) -> tuple[mx.array, mx.array]:
         """What the lender's last write returned: the rows that this forward's queries may see."""
-        self.pending = self.lender.pending
+        self.follow()
         return self.lender.written()
+
+    def follow(self) -> None:
+        """Count what the lender's last write brought."""
+        self.pending = self.lender.pending
 
     def commit(self, n: int) -> None:
         self._check_commit(n)

@@ -107,13 +107,20 @@ def _keep_top_p(probs: mx.array, top_p: float) -> mx.array:
 def draw(probs: mx.array, key: mx.array) -> mx.array:
     """One token a row by its probabilities, which need not sum to 1: [n, V] -> [n] int32.
 
-    Inverse of the cumulated mass. A token of probability 0 is never drawn.
+    A token of probability 0 is never drawn.
+    """
+    return draw_at(probs, mx.random.uniform(shape=(*probs.shape[:-1], 1), key=key))
+
+
+def draw_at(probs: mx.array, share: mx.array) -> mx.array:
+    """The token at a share [n, 1] in [0, 1) of every row's mass: [n, V] -> [n] int32.
+
+    Inverse of the cumulated mass.
     """
     mass = mx.cumsum(probs, axis=-1)
     total = mass[..., -1:]
-    u = mx.random.uniform(shape=total.shape, key=key) * total
-    # Rounding must not lift u to the total: no token's mass lies above that.
-    u = mx.minimum(u, total * (1 - 2**-23))
+    # Rounding must not lift it to the total: no token's mass lies above that.
+    u = mx.minimum(share * total, total * (1 - 2**-23))
     return (mass <= u).sum(axis=-1).astype(mx.int32)
 
 

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.cache import KVCache, WindowCache
+from dflash_mlx.layers.pooled import attend_pooled, one_row_each
 from dflash_mlx.layers.rope import Rope
 from dflash_mlx.segment import Segment, by_segment, rejoin
 
@@ -96,6 +97,11 @@ class Attention(nn.Module):
         values = self.v_proj(x).reshape(1, rows, self.kv_heads, -1)
         if "q_norm" in self:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if one_row_each(rows, caches):
+            sinks = self.get("sinks")
+            return attend_pooled(
+                queries, keys, values, caches, self.rope, scale=self.scale, sinks=sinks
+            )
         attended = [
             self._attend(q, k, v, cache)
             for q, k, v, cache in zip(

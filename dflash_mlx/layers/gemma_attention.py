@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from dflash_mlx.cache import BorrowedCache, KVCache, WindowCache
 from dflash_mlx.layers.attention import causal_mask
+from dflash_mlx.layers.pooled import attend_pooled, one_row_each
 from dflash_mlx.layers.rope import Rope
 from dflash_mlx.segment import Segment, by_segment, rejoin
 
@@ -57,9 +58,11 @@ class GemmaAttention(nn.Module):
         """[1, ΣT, H] -> [1, ΣT, H]; `caches` holds this layer's cache of every segment."""
         rows = x.shape[1]
         queries = self.q_norm(self.q_proj(x).reshape(1, rows, self.heads, -1))  # [1, ΣT, Hq, D]
-        parts = [by_segment(queries, segments)]
-        if not self.borrows:
-            parts += [by_segment(part, segments) for part in self._keys_and_values(x)]
+        own = () if self.borrows else self._keys_and_values(x)
+        if one_row_each(rows, caches):
+            keys, values = own or (None, None)
+            return self.o_proj(attend_pooled(queries, keys, values, caches, self.rope, scale=1.0))
+        parts = [by_segment(part, segments) for part in (queries, *own)]
         attended = [self._attend(cache, *part) for cache, *part in zip(caches, *parts, strict=True)]
         return self.o_proj(rejoin(attended))
 

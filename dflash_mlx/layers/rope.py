@@ -18,7 +18,7 @@ _Periods = np.ndarray  # [D/2] float64: 1 / angular frequency, positions per rad
 
 
 class Rope:
-    """Rotates [B, H, T, D] by absolute positions offset .. offset + T - 1.
+    """Rotates [B, H, T, D] by absolute positions offset .. offset + T - 1 (an offset [B], or one).
 
     With fewer periods than D / 2 the dimensions behind those stay as they are.
     `magnitude` multiplies the rotated ones (YaRN's cos/sin factor; 1 for every other kind). With
@@ -37,7 +37,7 @@ class Rope:
         self.magnitude = magnitude
         self.theta = theta
 
-    def __call__(self, x: mx.array, offset: int) -> mx.array:
+    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         if self.magnitude != 1.0:
             turned, kept = x[..., : self.dims] * self.magnitude, x[..., self.dims :]
             x = mx.concatenate([turned, kept], axis=-1) if kept.size else turned
