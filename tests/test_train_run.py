@@ -105,6 +105,21 @@ def test_online_features_train_alike(order, finished):
     assert not (online.out / "work" / "features").exists()
 
 
+def test_prompts_are_answered_and_trained_on(order, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "prompt": f"Question {i}?", "max": 9} for i in range(9)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = replace(order, answers=[], prompts=[prompts], slots=4)
+    result = train(asked)
+    assert result["trained_texts"] == 7
+    made = [json.loads(line) for line in (order.out / "work" / "answers.jsonl").open()]
+    texts = {row["id"]: row for row in made if "id" in row}
+    engine = dflash_mlx.load(order.target, draft=None)
+    alone = engine.generate("Question 3?", max_tokens=9)
+    assert texts["p3"]["answer_ids"] == alone.token_ids
+    assert texts["p3"]["prompt_ids"] == engine.prompt("Question 3?", None, None).ids
+
+
 def test_a_finished_run_is_left_as_it_is(finished):
     order, result = finished
     before = (order.out / "model.safetensors").read_bytes()

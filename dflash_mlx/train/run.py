@@ -26,11 +26,14 @@ from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
 from dflash_mlx.machine import versions
+from dflash_mlx.train.answer_file import AnswerSettings
+from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.card import model_card
 from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
 from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.export import write_text
 from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.shape import Shape, drafter_config, mask_token
 from dflash_mlx.train.sources import Offline, Online, offline
@@ -168,25 +171,27 @@ def _texts(order: Order, engine: Engine, work: Path, voice: Voice) -> list[Text]
     """Answers given, and those the target gives to the prompts."""
     texts = read_answers(order.answers, engine.target.vocab_size)
     if order.prompts:
-        from dflash_mlx.train.answers import Answering, answer_prompts
-        from dflash_mlx.train.prompts import read_prompts
-
-        made = answer_prompts(
-            engine,
+        answered = answer_prompts(
+            engine.target,
+            engine.tokenizer,
             read_prompts(order.prompts),
             work / "answers.jsonl",
-            Answering(
-                temperature=order.temperature,
-                max_answer=order.max_answer,
-                max_length=order.recipe.max_length,
-                seed=order.recipe.seed,
-                slots=order.slots,
-            ),
-            lambda done, total: voice.stage("answers", done, total),
+            AnswerSettings(_name(engine), order.temperature, order.max_answer, order.recipe.seed),
+            max_length=order.recipe.max_length,
+            places=order.slots,
+            progress=lambda done, total, speed: voice.stage("answers", done, total),
         )
+        if answered.skipped:
+            voice.say(f"{answered.skipped} prompts are too long for an answer; left out.")
+        made = answered.texts
         names = {text.name for text in texts}
         texts += [text for text in made if text.name not in names]
     return texts
+
+
+def _name(engine: Engine) -> str:
+    """The target as files of a run name it."""
+    return f"{engine.model}@{engine.revisions[0] or 'local'}"
 
 
 def _task(
@@ -200,7 +205,7 @@ def _task(
     voice: Voice,
 ) -> Task:
     target, taps = engine.target, config.target_layer_ids
-    name = f"{engine.model}@{engine.revisions[0] or ''}"
+    name = _name(engine)
     own = str(target.dtype).removeprefix("mlx.core.")
     spec = FeatureSpec(name, taps, TOP_K, order.cache_dtype)
     # What is held out is measured as generation sees it: features of the target's own type.
