@@ -210,6 +210,7 @@ def test_damaged_features_are_named(order):
     ("changes", "sentence"),
     [
         ({"answers": []}, "Nothing to train on"),
+        ({"memory_gb": 1e-4}, "A pass over one block takes"),
         ({"cache_limit_gb": 1e-6}, "more than the limit"),
         ({"shape": Shape(taps=(1, 9))}, "do not fit a target"),
         ({"shape": Shape(taps=9)}, "9 taps"),

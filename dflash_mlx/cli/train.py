@@ -91,6 +91,10 @@ Soft = Annotated[
 ]
 HeldOut = Annotated[int, _option("Texts that only measure; 48 without it.", "--held-out")]
 Every = Annotated[int, _option("Steps between measurements; 200 without it.", "--measure-every")]
+Memory = Annotated[
+    float | None,
+    _option("Most memory; three quarters of the machine's without it.", "--memory", metavar="GB"),
+]
 Seed = Annotated[int, _option("Of data order, answers and first weights.", "--seed")]
 Dtype = Annotated[
     str, _option("Of the target.", "--dtype", metavar="auto|bfloat16|float16|float32")
@@ -138,6 +142,7 @@ def train(
     seed: Seed = 0,
     dtype: Dtype = "auto",
     train_dtype: TrainDtype = None,
+    memory: Memory = None,
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
@@ -186,6 +191,7 @@ def _order(given: dict[str, Any]) -> Order:
         slots=given["slots"],
         dtype=given["dtype"],
         revision=given["revision"],
+        memory_gb=given["memory"],
     )
 
 

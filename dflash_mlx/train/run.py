@@ -25,7 +25,7 @@ from dflash_mlx.draft.checkpoint import check_fit
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
-from dflash_mlx.machine import versions
+from dflash_mlx.machine import memory_bytes, versions
 from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.card import model_card
@@ -33,6 +33,7 @@ from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
 from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.export import write_text
 from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.memory import fitted
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.shape import Shape, drafter_config, mask_token
@@ -43,6 +44,8 @@ from dflash_mlx.train.trainer import Report, Task, Trainer
 
 #: most likely tokens kept of every answer position for soft labels
 TOP_K = 32
+#: of the machine's memory, what a run may take when nobody says how much
+_MEMORY_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Order:
     dtype: str = "auto"
     revision: str | None = None
     streams: int | None = None
+    memory_gb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
         raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
     trained, held = split(texts, recipe.held_out)
     task = _task(order, engine, config, stored, trained, held, work, voice)
+    streams = order.streams or _streams()
+    recipe = _within_memory(order, recipe, task, start, streams, voice)
     _write_run_file(order, engine, task, recipe)
     began = time.monotonic()
     trainer = Trainer(
@@ -109,8 +115,8 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
         recipe,
         start.weights,
         order.out,
-        _reporting(order.out, recipe, voice),
-        streams=order.streams or _streams(),
+        voice.report,
+        streams=streams,
     )
     if trainer.resumed:
         voice.say(f"Going on behind step {trainer.progress.step} of {trainer.steps}.")
@@ -250,6 +256,29 @@ def _task(
     )
 
 
+def _within_memory(
+    order: Order, recipe: Recipe, task: Task, start: Start, streams: int, voice: Voice
+) -> Recipe:
+    limit = order.memory_gb
+    limit_bytes = int(limit * 1e9) if limit else int(_MEMORY_SHARE * memory_bytes())
+    used = {token for text in task.trained for token in text.answer_ids}
+    longest = max(text.length for text in task.trained)
+    fits = fitted(
+        replace(recipe, max_length=longest),
+        task.config,
+        sum(array.size for array in start.weights.values()),
+        len(used) + recipe.negatives,
+        limit_bytes,
+        streams,
+    )
+    if fits.pass_blocks != recipe.pass_blocks:
+        voice.say(
+            f"{fits.pass_blocks} blocks a pass instead of {recipe.pass_blocks}, so that "
+            f"{limit_bytes / 1e9:.1f} GB suffice."
+        )
+    return replace(recipe, pass_blocks=fits.pass_blocks)
+
+
 def _write_run_file(order: Order, engine: Engine, task: Task, recipe: Recipe) -> None:
     """run.json: every setting, versions and hashes of what was trained on."""
     run = {
@@ -276,10 +305,6 @@ def _described(texts: Sequence[Text]) -> dict[str, Any]:
         "answer_tokens": sum(len(text.answer_ids) for text in texts),
         "sha256": digest(texts),
     }
-
-
-def _reporting(out: Path, recipe: Recipe, voice: Voice) -> Callable[[Report], None]:
-    return voice.report
 
 
 def _streams() -> int:
