@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten, tree_unflatten
 from tiny_training import own_texts, read_json, write_answers, write_target
 
 import dflash_mlx
 from dflash_mlx.cli import main
+from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.loader import load_target
 from dflash_mlx.train.checkpoint import load_state
+from dflash_mlx.train.export import as_drafter
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import Order, train
-from dflash_mlx.train.shape import Shape
+from dflash_mlx.train.shape import Shape, second_parts
+from dflash_mlx.train.start import drafter_start
 
 RECIPE = Recipe(
     block_size=4,
@@ -55,8 +61,6 @@ def finished(given, tmp_path_factory):
 
 def state_of(order):
     parameters, optimizer, progress, _ = load_state(order.out)
-    from mlx.utils import tree_flatten
-
     return dict(tree_flatten([parameters, optimizer])), progress
 
 
@@ -163,8 +167,30 @@ def test_the_format_is_the_official_one(finished):
 def test_a_drafter_can_be_trained_further(order, finished):
     further = replace(order, init=str(finished[0].out), shape=Shape())
     assert train(further)["steps"] == RECIPE.steps
-    with pytest.raises(UsageError, match="takes its layers"):
+    with pytest.raises(UsageError, match="takes its taps"):
         train(replace(order, init=str(finished[0].out), out=order.out / "b"))
+    with pytest.raises(UsageError, match="has 1 layers"):
+        train(replace(further, shape=Shape(layers=0), out=order.out / "c"))
+
+
+def test_a_drafter_that_grows_drafts_the_same_at_first(order, finished):
+    target = load_target(Path(order.target))
+    small = finished[0].out
+    parts = second_parts(Shape(selector_rank=8), target.hidden_size)
+    stored, start = drafter_start(small, target, 0, 3, parts)
+    grown = parse_config(stored)
+    assert grown.num_hidden_layers == 3
+    assert grown.parts is not None
+    features = mx.random.normal((1, 9, grown.feature_size), key=mx.random.key(0))
+    drafts = []
+    for drafter in (
+        open_drafter(small, target, dtype=mx.float32),
+        as_drafter(grown, tree_unflatten(list(start.weights.items())), target, mx.float32),
+    ):
+        cache = drafter.make_cache()
+        drafter.observe(features, cache)
+        drafts.append(drafter.draft_logits(mx.array([7]), 3, cache))
+    assert np.allclose(*drafts, atol=1e-5)
 
 
 def test_dflash_2_is_trained_and_loads(order):

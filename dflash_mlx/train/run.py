@@ -36,7 +36,7 @@ from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.memory import fitted
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.shape import Shape, drafter_config, mask_token
+from dflash_mlx.train.shape import Shape, drafter_config, mask_token, second_parts
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
 from dflash_mlx.train.target_config import read_target_config
@@ -142,13 +142,15 @@ def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
     """config.json of the drafter to be trained, its first weights, and where its mask is from."""
     target, recipe = engine.target, order.recipe
     if order.init not in ("target", "random"):
-        if order.shape != Shape():
+        shape = order.shape
+        if replace(shape, layers=None, selector_rank=None) != Shape():
             raise UsageError(
-                "--init with a drafter takes its layers, taps, windows and mask over. Leave "
-                "those options out."
+                "--init with a drafter takes its taps, windows and mask over. Leave those options "
+                "out; --layers and --selector-rank may add to it."
             )
         fetched = hub.fetch(order.init, kind="drafter")
-        stored, start = drafter_start(fetched.path, target)
+        parts = second_parts(shape, target.hidden_size)
+        stored, start = drafter_start(fetched.path, target, recipe.seed, shape.layers, parts)
         return stored, start, "the drafter's own"
     mask, why = mask_token(engine.tokenizer, target, order.shape.mask_token_id)
     path = hub.fetch(

@@ -111,15 +111,22 @@ def drafter_config(
         config |= {"max_window_layers": 0}
     if shape.causal is not None or window is not None:
         config["is_causal"] = bool(shape.causal)
-    if shape.selector_rank is not None:
+    if parts := second_parts(shape, target.hidden_size):
         config["architectures"] = ["DFlash2DraftModel"]
-        dflash |= {
-            "conv_kernel_size": shape.conv_taps,
-            "conv_group_size": _conv_group(target.hidden_size),
-            "selector_rank": shape.selector_rank,
-            "selector_top_k": shape.selector_top_k,
-        }
+        dflash |= parts
     return config
+
+
+def second_parts(shape: Shape, hidden_size: int) -> dict[str, int] | None:
+    """DFlash 2's keys of config.json; None for a v1 drafter."""
+    if shape.selector_rank is None:
+        return None
+    return {
+        "conv_kernel_size": shape.conv_taps,
+        "conv_group_size": _conv_group(hidden_size),
+        "selector_rank": shape.selector_rank,
+        "selector_top_k": shape.selector_top_k,
+    }
 
 
 def mask_token(tokenizer: Tokenizer, target: Target, given: int | None) -> tuple[int, str]:

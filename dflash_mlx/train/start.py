@@ -13,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.draft.checkpoint import open_drafter
-from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.draft.dflash import DFlashModel
 from dflash_mlx.draft.dflash2 import DFlash2Model
 from dflash_mlx.errors import UsageError
@@ -142,20 +142,57 @@ def dense(module: nn.Module) -> mx.array | None:
     return weight
 
 
-def drafter_start(folder: Path, target: Target) -> tuple[dict[str, Any], Start]:
+def drafter_start(
+    folder: Path, target: Target, seed: int, layers: int | None, parts: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], Start]:
     """A drafter's config.json and weights, to be trained further for `target`.
 
+    layers: more than it has adds some that change nothing yet. parts: DFlash 2's keys, for a v1
+    drafter that gets convolutions and a selector, which change nothing yet either.
     CheckpointError or MismatchError as when it is opened for generation; UsageError for one that
-    brings its own tables or vocabulary, which stay frozen nowhere else.
+    brings its own tables or vocabulary, or has more layers or parts already.
     """
     stored = read_config(folder)
     drafter = open_drafter(folder, target, dtype=mx.float32)
-    weights = {name: mx.array(array) for name, array in tree_flatten(drafter.model.parameters())}
-    tables = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in weights]
-    if tables or drafter.config.draft_vocab_size:
+    known = {name: mx.array(array) for name, array in tree_flatten(drafter.model.parameters())}
+    mx.eval(known)
+    config = drafter.config
+    tables = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in known]
+    if tables or config.draft_vocab_size:
         raise UsageError(
             f"The drafter in {folder} has {', '.join(tables) or 'a vocabulary'} of its own, which "
             "training does not support. Start from a drafter that borrows the target's."
         )
-    mx.eval(weights)
-    return stored, Start(weights, ())
+    if layers is not None and layers < config.num_hidden_layers:
+        raise UsageError(
+            f"The drafter in {folder} has {config.num_hidden_layers} layers; give as many or more, "
+            f"not {layers}."
+        )
+    if parts and config.parts:
+        raise UsageError(f"The drafter in {folder} has a selector already. Leave its rank out.")
+    if layers is None and not parts:
+        return stored, Start(known, ())
+    grown = _grown_config(stored, config, layers or config.num_hidden_layers, parts)
+    weights = dict(random_start(parse_config(grown), seed).weights)
+    for name in weights:
+        index = int(name.split(".")[1]) if name.startswith("layers.") else -1
+        if index >= config.num_hidden_layers:
+            name_below = name.replace(f"layers.{index}.", f"layers.{config.num_hidden_layers - 1}.")
+            silent = name.endswith(("o_proj.weight", "down_proj.weight", "o_proj.bias"))
+            weights[name] = (
+                mx.zeros(weights[name].shape) if silent else known.get(name_below, weights[name])
+            )
+    return grown, Start({**weights, **known}, ())
+
+
+def _grown_config(
+    stored: dict[str, Any], config: DFlashConfig, layers: int, parts: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    grown = {**stored, "num_hidden_layers": layers}
+    kinds = stored.get("layer_types")
+    if kinds:
+        grown["layer_types"] = [*kinds, *[kinds[-1]] * (layers - config.num_hidden_layers)]
+    if parts:
+        grown["architectures"] = ["DFlash2DraftModel"]
+        grown["dflash_config"] = {**(stored.get("dflash_config") or {}), **parts}
+    return grown
