@@ -39,6 +39,13 @@ def test_kinds_of_lines(tmp_path: Path) -> None:
     assert read_prompts([file])[1].answer_names == ["12", "12/turn-2", "12/turn-3"]
 
 
+def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
+    """Other characters that end a line in Unicode may stand in a string; \\r may end a line."""
+    file, text = tmp_path / "p.jsonl", "a\u2028b\x85c\u2029d"
+    file.write_bytes(f'{{"prompt": "{text}"}}\r\n{{"prompt": "e"}}'.encode())
+    assert [p.messages[0]["content"] for p in read_prompts([file])] == [text, "e"]
+
+
 def test_duplicates_once_and_names_from_content(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", {"prompt": "x"}, {"turns": ["x"], "id": "other"})
     b = tmp_path / "b.jsonl.gz"

@@ -20,7 +20,7 @@ from dflash_mlx.train.prompts import Prompt
 #: sequences decoded at once
 PLACES = 64
 
-#: (answers there, answers in all, tokens a second of this run)
+#: called after every step: (answers there, answers in all, tokens a second of this run)
 Progress = Callable[[int, int, float], None]
 
 
@@ -31,7 +31,7 @@ class Answered:
     texts: list[Text]
     skipped: int  # answers not asked for: their prompts are too long
     made: int  # answers of this run
-    tokens: int  # of these answers
+    tokens: int  # of these answers, the end tokens included
     places: int  # sequences that ran at once
     seconds: float
 
@@ -73,10 +73,10 @@ def answer_prompts(
                 done = decoder.start(new) if new else decoder.step()
                 for job, answer in done:
                     work.take(job, answer)
-                    tokens, made = tokens + len(answer), made + 1
-                if done:
-                    speed = tokens / (time.perf_counter() - started)
-                    progress(len(work.texts), work.total - work.skipped, speed)
+                    made += 1
+                tokens = decoder.tokens
+                speed = tokens / (time.perf_counter() - started)
+                progress(len(work.texts), work.total - work.skipped, speed)
         seconds = time.perf_counter() - started
         texts = [work.texts[n] for p in prompts for n in p.answer_names if n in work.texts]
     return Answered(texts, work.skipped, made, tokens, count, seconds)

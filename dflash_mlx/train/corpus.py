@@ -74,7 +74,8 @@ def _lines(file: Path) -> list[str]:
 
     try:
         raw = file.read_bytes()
-        return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode().splitlines()
+        text = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode()
+        return text.split("\n")  # not at U+2028 and its like, which JSON strings may hold
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"{file} cannot be read ({error}). Give a JSONL file.") from None
 

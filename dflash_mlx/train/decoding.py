@@ -55,6 +55,7 @@ class Decoder:
         self.end_ids = end_ids
         self._places = Places(places)
         self.running: list[Run] = []
+        self.tokens = 0  # made so far, of all sequences
 
     @property
     def free(self) -> int:
@@ -116,6 +117,7 @@ class Decoder:
         mx.eval(tokens, [run.stack.arrays() for run in runs])
         for run, token in zip(runs, tokens.tolist(), strict=True):
             run.answer.append(token)
+        self.tokens += len(runs)
 
     def _finished(self) -> list[tuple[Job, list[int]]]:
         """Take complete sequences out; the last one moves into a freed place."""
