@@ -40,14 +40,18 @@ Mode = Annotated[
 ]
 Mixed = Annotated[
     str | None,
-    _option("More bits where they matter, as mlx-lm mixes them.", "--recipe", "mixed_LOW_HIGH"),
+    _option(
+        "Two numbers of bits, more where it matters, as mlx-lm mixes them.",
+        "--recipe",
+        "mixed_2_6|3_4|3_6|4_6",
+    ),
 ]
 DrafterName = Annotated[str | None, _option(_DRAFTER, "--drafter", "REPO_OR_FOLDER")]
 DraftBits = Annotated[int | None, _option(_DRAFT_BITS, "--draft-bits", "4|8")]
 Dtype = Annotated[
     str | None,
     _option(
-        "Of what is not quantized; the checkpoint's own without it.",
+        "Float type of what is not quantized; the checkpoint's own without it.",
         "--dtype",
         "bfloat16|float16|float32",
     ),

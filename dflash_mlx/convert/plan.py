@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from dflash_mlx.convert.write import Shard, make_shards
 from dflash_mlx.draft.checkpoint import check_drafter, check_fit
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.hub.preview import Preview
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
 from dflash_mlx.models import build_target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
@@ -159,8 +161,8 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
         return None
     demands = [Demand("to fetch", preview.folder, preview.nbytes) for preview in ahead]
     settings = order.recipe.settings
-    # Scales and biases are two 16-bit numbers a group; the source is taken to hold 16 bits.
-    share = (settings["bits"] + 32 / settings["group_size"]) / 16
+    # Scales and biases are two 16-bit numbers a group.
+    share = (settings["bits"] + 32 / settings["group_size"]) / _stored_bits(found, target)
     result = int(target.nbytes * share) if target else 0
     result += drafter.nbytes if drafter else 0
     refuse_too_little([*demands, Demand("to write", destination, result)])
@@ -175,6 +177,24 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
         result_bytes=result,
         download_bytes=sum(preview.nbytes for preview in ahead),
     )
+
+
+def _stored_bits(found: registry.Resolved, target: Preview | None) -> float:
+    """Bits a weight takes in a source that is not here yet, by its config or a GGUF's name."""
+    config = target.config if target else {}
+    if named := re.search(r"(?:BF|F|Q)(\d+)[^/]*\.gguf$", found.target_spec, re.IGNORECASE):
+        bits = float(named[1])
+        return bits if bits > 8 else bits + 0.5  # with the scales of blocks of 32
+    quantization = config.get("quantization") or config.get("quantization_config")
+    if isinstance(quantization, dict):
+        bits, group = quantization.get("bits", 4), quantization.get("group_size", 32)
+        if type(bits) is int and type(group) is int and group > 0:
+            return bits + 32 / group
+    nested = config.get("text_config")
+    for level in (config, nested if isinstance(nested, dict) else {}):
+        if "float32" in (level.get("torch_dtype"), level.get("dtype")):
+            return 32.0
+    return 16.0
 
 
 def fetch(order: Order, found: registry.Resolved, show: bool) -> Loads:
