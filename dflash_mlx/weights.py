@@ -57,7 +57,13 @@ def bundled_drafter(folder: Path) -> tuple[Path, int | None] | None:
     """
     if not (folder / "config.json").is_file():
         return None
-    record = (read_config(folder).get("conversion") or {}).get("drafter")
+    conversion = read_config(folder).get("conversion") or {}
+    if not isinstance(conversion, dict):
+        raise CheckpointError(
+            f"config.json of {folder} has a conversion {conversion!r:.80}, which is no object; "
+            "convert the model again."
+        )
+    record = conversion.get("drafter")
     if not isinstance(record, dict):
         return None
     return folder / BUNDLED_DRAFTER, record.get("bits")
@@ -99,7 +105,8 @@ def is_mlx_format(folder: Path) -> bool:
     _checked_names(file)
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return (header.get("__metadata__") or {}).get("format") == "mlx"
+    metadata = header.get("__metadata__")
+    return isinstance(metadata, dict) and metadata.get("format") == "mlx"
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -109,7 +116,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file.parent} has no {file.name}; give the folder of a complete checkpoint."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); {_FETCH_AGAIN}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} is not a JSON object; {_FETCH_AGAIN}")
@@ -124,7 +131,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     weight_map = _read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file} has no weight_map; {_FETCH_AGAIN}")
-    for name in sorted(set(weight_map.values())):
+    for name in weight_map.values():
         # A name with a folder in it could reach outside the checkpoint.
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{file} names {name!r}, which is no file name; {_FETCH_AGAIN}")
@@ -160,14 +167,17 @@ def _check_index(folder: Path, index: dict[str, str], home: dict[str, Path]) -> 
 
 def _checked_names(file: Path) -> list[str]:
     """Tensor names of a safetensors file whose header agrees with its size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    try:
+        size, stream = file.stat().st_size, file.open("rb")
+    except OSError as error:  # such as links that lead in a circle
+        raise CheckpointError(f"{file} cannot be read ({error}); {_FETCH_AGAIN}") from None
+    with stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if size < 8 or not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(f"{file} is no complete safetensors file; {_FETCH_AGAIN}")
         try:
             header = json.loads(stream.read(header_bytes))
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a broken safetensors header; {_FETCH_AGAIN}")
@@ -185,14 +195,16 @@ def _checked_end(file: Path, name: str, entry: Any) -> int:
     """Where tensor `name` ends, in bytes behind the header."""
     try:
         kind, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not all(type(number) is int for number in (*shape, start, end)):
+            raise ValueError("no whole numbers")
         elements = math.prod(shape)
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}") from None
-    if kind not in _ELEMENT_BITS:
+    if not isinstance(kind, str) or kind not in _ELEMENT_BITS:
         raise CheckpointError(
             f"Tensor {name} of {file} is stored as {kind}, which is not supported; use a "
             f"checkpoint in one of {', '.join(_ELEMENT_BITS)}."
         )
-    if start < 0 or end - start != elements * _ELEMENT_BITS[kind] // 8:
+    if start < 0 or min(shape, default=0) < 0 or end - start != elements * _ELEMENT_BITS[kind] // 8:
         raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}")
     return end

@@ -64,9 +64,9 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Mapping[str, Any]) -> Family:
     """The config's family; CheckpointError names a model_type that is not supported."""
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"The config's model_type {name!r} is not supported; use a model of one of "
+            f"The config's model_type {name!r:.80} is not supported; use a model of one of "
             f"{', '.join(FAMILIES)}."
         )
     return FAMILIES[name]
