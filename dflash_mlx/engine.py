@@ -20,7 +20,7 @@ from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import Drafter
 from dflash_mlx.drafting import Drafting, choose_drafter
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.generate import Chunk, Completion, Transcript, answer
 from dflash_mlx.loader import load_target
 from dflash_mlx.machine import versions
@@ -160,8 +160,22 @@ class Engine:
             return Prompt(checked_ids(items, self.target.vocab_size, self.model), None)
         messages = checked_messages(items, system)
         text = self.tokenizer.render(messages, thinking=thinking)
-        ids = self.tokenizer.chat_ids(messages, thinking=thinking)
+        ids = self._known(self.tokenizer.encode_plain(text))
+        if not ids:
+            raise CheckpointError(
+                f"The chat template of {self.model} makes nothing of these messages; fetch the "
+                "model again, or give the prompt as token ids."
+            )
         return Prompt(ids, text, self.tokenizer.opens_thinking(text))
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """The ids; CheckpointError for one that the target has no embedding for."""
+        if ids and max(ids) >= self.target.vocab_size:
+            raise CheckpointError(
+                f"The tokenizer of {self.model} makes token {max(ids)}, and the model has "
+                f"{self.target.vocab_size} tokens; use the tokenizer that belongs to these weights."
+            )
+        return ids
 
     def _bare_prompt(self, text: str, thinking: bool | str | None, system: str | None) -> Prompt:
         if system is not None or thinking is not None:
@@ -169,7 +183,7 @@ class Engine:
                 f"{self.model} has no chat template, so it knows neither system messages nor "
                 "thinking. Leave these options out."
             )
-        return Prompt(self.tokenizer.encode(text), text)
+        return Prompt(self._known(self.tokenizer.encode(text)), text)
 
     def limit(self, prompt: Prompt, max_tokens: int) -> int:
         """max_tokens, or less where the model's context ends first."""

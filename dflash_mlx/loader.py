@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.models import build_target, family_of
 from dflash_mlx.models.base import Target
+from dflash_mlx.models.sizes import check_sizes
 from dflash_mlx.weights import is_mlx_format, read_config, read_weights
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     groups = Groups.read(folder, config)
     family = family_of(config)
     weights = read_weights(folder)
+    check_sizes(config, weights, folder)
     (family.remap_mlx if is_mlx_format(folder) else family.remap_hf)(weights, config)
     _drop_harmless(weights, config)
     return Checkpoint(config, groups, weights)
@@ -138,7 +140,7 @@ class Groups:
         known = family_of(config).quantization(method) if isinstance(method, str) else None
         if (method and known is None) or (foreign and not (own or known)):
             raise CheckpointError(
-                f"{folder} is quantized by {method or 'an unnamed method'}, which is not "
+                f"{folder} is quantized by {method or 'an unnamed method'!s:.80}, which is not "
                 "supported; use the unquantized checkpoint, an MLX or a GGUF conversion."
             )
         own = known if own is None else own
@@ -149,6 +151,7 @@ class Groups:
                 f"The quantization in config.json of {folder} has no group_size and bits; "
                 "convert the checkpoint again."
             )
+        _check_groups(f"config.json of {folder}", own)
         common = {key: own[key] for key in _GROUP_KEYS if key in own}
         return cls(common, {k: v for k, v in own.items() if k not in _GROUP_KEYS})
 
@@ -170,7 +173,25 @@ class Groups:
                 f"The quantization of {path} has {', '.join(sorted(unknown))}, which is not "
                 "supported; convert the checkpoint with group_size, bits and mode only."
             )
-        return {"mode": "affine", **groups}
+        groups = {"mode": "affine", **groups}
+        _check_groups(path, groups)
+        return groups
+
+
+def _check_groups(place: str, groups: Mapping[str, Any]) -> None:
+    """CheckpointError unless group_size and bits are small whole numbers and mode is a name."""
+    for key in ("group_size", "bits"):
+        value = groups.get(key)
+        if type(value) is not int or not 0 < value < 2**16:
+            raise CheckpointError(
+                f"The quantization of {place} has {key} {value!r:.80}, which is no whole number "
+                "above zero; convert the checkpoint again."
+            )
+    if not isinstance(groups.get("mode", "affine"), str):
+        raise CheckpointError(
+            f"The quantization of {place} has mode {groups['mode']!r:.80}, which is no name; "
+            "convert the checkpoint again."
+        )
 
 
 def _fill(
@@ -256,7 +277,13 @@ def take_dense(
 
 def refuse_drafter(folder: Path | str, config: Mapping[str, Any]) -> None:
     """CheckpointError when the config is a drafter's."""
-    if "dflash_config" in config or "dflash" in str(config.get("architectures")).lower():
+    names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise CheckpointError(
+            f"The config of {folder} has architectures {names!r:.80}, which is no list of names; "
+            "correct config.json."
+        )
+    if "dflash_config" in config or any("dflash" in str(name).lower() for name in names):
         raise CheckpointError(
             f"{folder} is a DFlash drafter, not a model; give the model it was made for, and this "
             "with --draft."

@@ -43,7 +43,10 @@ def refuse_broken(text: str) -> None:
 
 def as_items(given: Any) -> list[Any]:
     """The messages or token ids of a prompt that is not one string, as a list."""
-    if isinstance(given, Mapping) or not hasattr(given, "__iter__"):
+    # Bytes would pass for token ids.
+    if isinstance(given, Mapping | bytes | bytearray | memoryview) or not hasattr(
+        given, "__iter__"
+    ):
         raise UsageError(
             f"The prompt is a {type(given).__name__}. "
             "Give a string, a list of messages or a list of token ids."

@@ -22,6 +22,7 @@ from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.text import CHANNEL_MARKS
 
 _THINK_TAGS = ("<think>", "</think>")
+_LEVEL_NAMES = ("reasoning_effort", "reasoning_strength")  # what templates call the level
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 Message = Mapping[str, Any]
@@ -43,6 +44,11 @@ class Tokenizer:
         template = hf.chat_template
         if isinstance(template, dict):  # several named templates; transformers picks "default"
             template = template.get("default")
+        if template is not None and not isinstance(template, str):
+            raise CheckpointError(
+                f"The chat_template of {name} is {template!r:.80}, which is no text. "
+                "Fetch the model again."
+            )
         self._template: str = template or ""
         added = self._backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
@@ -127,9 +133,10 @@ class Tokenizer:
     ) -> str:
         """The chat template's text for messages (`role` and `content`), ready for an answer.
 
-        `thinking` is the template's `enable_thinking`, or as a string its `reasoning_effort`; None
-        leaves it to the template. Raises UsageError for messages the template refuses and for
-        `thinking` where it knows no such mode.
+        `thinking` is the template's `enable_thinking`, or as a string its `reasoning_effort` or
+        `reasoning_strength`, whichever it reads; None leaves it to the template. Raises UsageError
+        for messages the template refuses and for `thinking` where it knows no such mode,
+        CheckpointError for a template that fails.
         """
         if not self._template:
             raise UsageError(
@@ -137,12 +144,12 @@ class Tokenizer:
             )
         extra: dict[str, Any] = {}
         if isinstance(thinking, str):
-            if "reasoning_effort" not in self._template:
+            extra = {name: thinking for name in _LEVEL_NAMES if name in self._template}
+            if not extra:
                 raise UsageError(
                     f"The chat template of {self._name} has no reasoning levels to set to "
                     f"{thinking}. Leave the reasoning option away."
                 )
-            extra["reasoning_effort"] = thinking
         elif thinking is not None:
             if "enable_thinking" not in self._template:
                 raise UsageError(
@@ -162,6 +169,11 @@ class Tokenizer:
             raise UsageError(
                 f"The chat template of {self._name} refuses these messages: {error}. "
                 "Change their roles or their order."
+            ) from error
+        except Exception as error:  # a template is a program, which can fail in any way
+            raise CheckpointError(
+                f"The chat template of {self._name} fails ({type(error).__name__}: {error}). "
+                "Fetch the model again, or give a prompt as token ids."
             ) from error
         assert isinstance(text, str)  # tokenize=False
         return text
@@ -240,23 +252,23 @@ def _configured_end_ids(file: Path) -> set[int]:
         return set()
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON ({error}). Fetch the model again.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is no JSON object. Fetch the model again.")
     found: set[int] = set()
-    nested = config.get("text_config") or {}
-    if not isinstance(nested, dict):
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
         raise CheckpointError(
-            f"{file} has text_config {nested!r}, which is no object. Correct the file or fetch the "
-            "model again."
+            f"{file} has text_config {text!r:.80}, which is no object. "
+            "Correct the file or fetch the model again."
         )
-    for level in (config, nested):
+    for level in (config, text):
         value = level.get("eos_token_id")
         values = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(v) is int for v in values):
             raise CheckpointError(
-                f"{file} has eos_token_id {value!r}, which is no token id or list of them. "
+                f"{file} has eos_token_id {value!r:.80}, which is no token id or list of them. "
                 "Correct the file or fetch the model again."
             )
         found.update(values)

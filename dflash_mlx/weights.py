@@ -57,8 +57,13 @@ def bundled_drafter(folder: Path) -> tuple[Path, int | None] | None:
     """
     if not (folder / "config.json").is_file():
         return None
-    conversion = read_config(folder).get("conversion")
-    record = conversion.get("drafter") if isinstance(conversion, dict) else None
+    conversion = read_config(folder).get("conversion") or {}
+    if not isinstance(conversion, dict):
+        raise CheckpointError(
+            f"config.json of {folder} has a conversion {conversion!r:.80}, which is no object; "
+            "convert the model again."
+        )
+    record = conversion.get("drafter")
     if not isinstance(record, dict):
         return None
     return folder / BUNDLED_DRAFTER, record.get("bits")
@@ -100,7 +105,8 @@ def is_mlx_format(folder: Path) -> bool:
     _checked_names(file)
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return (header.get("__metadata__") or {}).get("format") == "mlx"
+    metadata = header.get("__metadata__")
+    return isinstance(metadata, dict) and metadata.get("format") == "mlx"
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file.parent} has no {file.name}; give the folder of a complete checkpoint."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); {_FETCH_AGAIN}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} is not a JSON object; {_FETCH_AGAIN}")
@@ -162,14 +168,17 @@ def _check_index(folder: Path, index: dict[str, str], home: dict[str, Path]) -> 
 
 def _checked_names(file: Path) -> list[str]:
     """Tensor names of a safetensors file whose header agrees with its size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    try:
+        size, stream = file.stat().st_size, file.open("rb")
+    except OSError as error:  # such as links that lead in a circle
+        raise CheckpointError(f"{file} cannot be read ({error}); {_FETCH_AGAIN}") from None
+    with stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if size < 8 or not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(f"{file} is no complete safetensors file; {_FETCH_AGAIN}")
         try:
             header = json.loads(stream.read(header_bytes))
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict) or not _is_metadata(header.pop("__metadata__", None)):
         raise CheckpointError(f"{file} has a broken safetensors header; {_FETCH_AGAIN}")
@@ -196,17 +205,17 @@ def _is_metadata(found: Any) -> bool:
 def _span(file: Path, name: str, entry: Any) -> tuple[int, int, str]:
     """Where tensor `name` begins and ends, in bytes behind the header; and the name."""
     try:
-        kind, shape, (start, end) = str(entry["dtype"]), entry["shape"], entry["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (start, end, *shape))
+        kind, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not all(type(number) is int for number in (*shape, start, end)):
+            raise ValueError("no whole numbers")
+        elements = math.prod(shape)
     except (TypeError, KeyError, ValueError):
-        whole = False
-    if not whole:
-        raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}")
-    if kind not in _ELEMENT_BITS:
+        raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}") from None
+    if not isinstance(kind, str) or kind not in _ELEMENT_BITS:
         raise CheckpointError(
             f"Tensor {name} of {file} is stored as {kind}, which is not supported; use a "
             f"checkpoint in one of {', '.join(_ELEMENT_BITS)}."
         )
-    if end - start != math.prod(shape) * _ELEMENT_BITS[kind] // 8:
+    if start < 0 or min(shape, default=0) < 0 or end - start != elements * _ELEMENT_BITS[kind] // 8:
         raise CheckpointError(f"{file} has a broken entry for {name}; {_FETCH_AGAIN}")
     return start, end, name

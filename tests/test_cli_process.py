@@ -104,3 +104,14 @@ def test_a_reader_that_leaves_a_short_list_sees_no_complaint() -> None:
     assert process.wait(timeout=30) == 1
     assert process.stderr.read() == ""
     process.stderr.close()
+
+
+def test_without_a_standard_output_nothing_is_said() -> None:
+    command = [sys.executable, "-m", "dflash_mlx", "models"]
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")

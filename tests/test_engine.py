@@ -180,6 +180,8 @@ def test_raw_tokens_and_missing_template(tmp_path, target, prompt_ids, truth, pl
         ("a\ud800b", {}, "The text is not valid Unicode (character 1). Give it as UTF-8."),
         ("x", {"system": "\udcff"}, "The text is not valid Unicode (character 0). "
          "Give it as UTF-8."),
+        (b"x", {}, "The prompt is a bytes. "
+         "Give a string, a list of messages or a list of token ids."),
         (3, {}, "The prompt is a int. Give a string, a list of messages or a list of token ids."),
         ("x", {"max_tokens": True}, "max_tokens is True. Give a whole number above 0."),
         ("x", {"stop": "END"}, "stop is a str. Give a list of strings."),

@@ -296,6 +296,13 @@ def test_history_rows_know_only_the_drafts_before_them():
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"seed": -1}, "seed"),
         ({"seed": 1.5}, "seed"),
+        *[
+            ({name: value}, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            for value in ("0.5", None, True, [1])
+        ],
+        ({"seed": "1"}, "seed"),
+        ({"seed": True}, "seed"),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, name):

@@ -57,6 +57,9 @@ def main(arguments: list[str] | None = None) -> None:
     Errors meant for users become their message on standard error; anything else is a bug and
     keeps its traceback.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(_run(sys.argv[1:] if arguments is None else arguments))

@@ -5,8 +5,9 @@ The same filtered distribution decides acceptance, residual and bonus, and plain
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
+from numbers import Real
 
 import mlx.core as mx
 
@@ -37,6 +38,10 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise UsageError(f"{name} is {value!r}. Give a number.")
         warm = self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE
         rule = f"0 (greedy) or at least {LEAST_TEMPERATURE}"
         _check("temperature", self.temperature, warm, rule)
@@ -48,7 +53,7 @@ class SamplingParams:
         whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
         _check("top_k", self.top_k, whole and self.top_k >= 0, "a whole number, 0 (off) or more")
         if self.seed is not None:
-            fits = isinstance(self.seed, int) and 0 <= self.seed < 2**64
+            fits = type(self.seed) is int and 0 <= self.seed < 2**64
             _check("seed", self.seed, fits, "a whole number from 0 to 2**64 - 1")
 
     @property
@@ -64,7 +69,7 @@ class SamplingParams:
 
 
 def _check(name: str, value: float, good: bool, rule: str) -> None:
-    if not good or not math.isfinite(value):
+    if not good or not value <= sys.float_info.max:
         raise UsageError(f"{name} is {value!r}. Give a value that is {rule}.")
 
 

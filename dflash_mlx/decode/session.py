@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.stats import GenerationStats
-from dflash_mlx.decode.step import Chooser, Flight, launch
+from dflash_mlx.decode.step import Chooser, Flight, launch, unsound
 from dflash_mlx.draft.base import DraftCache, Drafter
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
@@ -160,8 +160,10 @@ class Session:
                 hidden = self._prefill_chunk(prompt)
         assert hidden is not None
         with self._guard():
-            verdict = chooser.judge(self.target.logits(hidden), None)
-            mx.eval(verdict.tokens)
+            verdict, sound = chooser.judge(self.target.logits(hidden), None)
+            mx.eval(verdict.tokens, sound)
+            if not sound.item():
+                raise unsound()
         stats.prefill_seconds = time.perf_counter() - start
         return verdict.tokens
 

@@ -14,6 +14,7 @@ from dflash_mlx.cache import CacheStack
 from dflash_mlx.decode.accept import Verdict, accept_greedy, accept_sampled
 from dflash_mlx.decode.sampling import History, SamplingParams, draw, penalise, probabilities
 from dflash_mlx.draft.base import DraftCache, Drafter, DraftSampling, Proposal
+from dflash_mlx.errors import CheckpointError
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
 
@@ -24,12 +25,17 @@ class Flight:
 
     drafted: int
     tokens: mx.array  # [drafted + 1] int32, lazy
-    packed: mx.array  # [accepted, healthy, tokens...] int32: everything the host reads
+    packed: mx.array  # [accepted, healthy, sound, tokens...] int32: everything the host reads
     features: mx.array | None  # [1, drafted + 1, T·H]
 
     def read(self) -> tuple[int, bool, list[int]]:
-        """Wait for the step: drafts accepted, proposal healthy, the accepted + 1 emitted tokens."""
-        accepted, healthy, *tokens = self.packed.tolist()
+        """Wait for the step: drafts accepted, proposal healthy, the accepted + 1 emitted tokens.
+
+        CheckpointError when the target's logits were no numbers.
+        """
+        accepted, healthy, sound, *tokens = self.packed.tolist()
+        if not sound:
+            raise unsound()
         return accepted, bool(healthy), tokens[: accepted + 1]
 
 
@@ -60,8 +66,9 @@ class Chooser:
 
         return DraftSampling(params.temperature, self.next_key(), filtered)
 
-    def judge(self, logits: mx.array, proposal: Proposal | None) -> Verdict:
-        """logits [n+1, V] of the verified rows -> verdict over the proposal's n drafts."""
+    def judge(self, logits: mx.array, proposal: Proposal | None) -> tuple[Verdict, mx.array]:
+        """logits [n+1, V] of the verified rows -> verdict over the proposal's n drafts, and
+        whether the numbers that chose the emitted tokens are finite (a lazy bool)."""
         if self.history is not None:
             drafts = proposal.tokens if proposal else None
             seen = self.history.rows(drafts)
@@ -69,12 +76,35 @@ class Chooser:
         if self.params.greedy:
             choices = mx.argmax(logits, axis=-1).astype(mx.int32)
             if proposal is None:
-                return Verdict(mx.array(0, mx.int32), choices)
-            return accept_greedy(proposal.tokens, choices)
+                verdict = Verdict(mx.array(0, mx.int32), choices)
+            else:
+                verdict = accept_greedy(proposal.tokens, choices)
+            return verdict, _sound(logits, verdict)
         probs = probabilities(logits, self.params)
         if proposal is None:
-            return Verdict(mx.array(0, mx.int32), draw(probs, self.next_key()))
-        return accept_sampled(proposal, probs, self.next_key())
+            verdict = Verdict(mx.array(0, mx.int32), draw(probs, self.next_key()))
+        else:
+            verdict = accept_sampled(proposal, probs, self.next_key())
+        return verdict, _sound(probs, verdict)
+
+
+def _sound(values: mx.array, verdict: Verdict) -> mx.array:
+    """Whether logits or probabilities [n+1, V] are finite at the emitted tokens.
+
+    One number a row suffices: where a NaN keeps a token from being chosen, it does no harm, and
+    where nothing can be chosen, the number at the token that comes out is none.
+    """
+    chosen = mx.take_along_axis(values, verdict.tokens[:, None], axis=-1)[:, 0]
+    emitted = mx.arange(chosen.shape[0]) <= verdict.accepted
+    return mx.all(mx.isfinite(chosen) | ~emitted)
+
+
+def unsound() -> CheckpointError:
+    """The error for logits that are NaN or infinite."""
+    return CheckpointError(
+        "The model's logits are NaN or infinite, so that no token can be chosen; its weights are "
+        "broken or too large for this number type: fetch it again, or load it with another --dtype."
+    )
 
 
 def launch(
@@ -102,9 +132,9 @@ def launch(
         proposal = Proposal(clipped, proposal.probs, proposal.healthy, proposal.candidates)
         ids = mx.concatenate([anchor, clipped])
     hidden, features = target.forward([Segment(ids, cache)], drafter.taps if drafter else ())
-    verdict = chooser.judge(target.logits(hidden[0]), proposal)
+    verdict, sound = chooser.judge(target.logits(hidden[0]), proposal)
     healthy = proposal.healthy if proposal else mx.array(True)
-    head = mx.stack([verdict.accepted, healthy.astype(mx.int32)])
+    head = mx.stack([verdict.accepted, healthy.astype(mx.int32), sound.astype(mx.int32)])
     packed = mx.concatenate([head, verdict.tokens])
     mx.async_eval(packed)
     return Flight(drafts, verdict.tokens, packed, features)

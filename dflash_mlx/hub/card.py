@@ -27,7 +27,7 @@ def base_models(place: Path) -> tuple[str, ...]:
 def _of_config(file: Path) -> list[str]:
     try:
         config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     if not isinstance(config, dict):
         return []

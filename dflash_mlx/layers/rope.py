@@ -6,6 +6,7 @@ Frequencies follow the definitions of transformers' modeling_rope_utils, compute
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
     kind = rope_type(scaling)
     if kind not in _SCALINGS:
         raise CheckpointError(
-            f"The config's rope type {kind!r} is not supported; use a checkpoint with one of "
+            f"The config's rope type {kind!r:.80} is not supported; use a checkpoint with one of "
             f"{', '.join(_SCALINGS)}."
         )
     for source in (scaling, config):
@@ -134,9 +135,10 @@ def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) 
         raise CheckpointError(
             f"The config's rope scaling has no {key}; add the value the model was made with."
         )
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= sys.float_info.max:
         raise CheckpointError(
-            f"The config's {key} is {value!r}, not a positive number; correct config.json."
+            f"The config's {key} is {value!r:.80}, not a positive number; correct config.json."
         )
     return float(value)
 
@@ -145,6 +147,14 @@ def _freq_factors(config: Mapping[str, Any], count: int) -> np.ndarray | None:
     factors = config.get("rope_freq_factors")
     if factors is None:
         return None
+    numbers = isinstance(factors, list) and all(
+        isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors
+    )
+    if not numbers and not isinstance(factors, np.ndarray):
+        raise CheckpointError(
+            f"The config's rope_freq_factors are {factors!r:.80}, not numbers above zero; correct "
+            "config.json."
+        )
     if len(factors) != count:
         raise CheckpointError(
             f"The checkpoint has {len(factors)} rope frequency factors for {count} frequencies; "
@@ -180,6 +190,11 @@ def _llama3(
     """Llama 3.1: slow frequencies stretched by factor, fast ones kept, between them a blend."""
     factor = _number(scaling, "factor")
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    if low >= high:
+        raise CheckpointError(
+            f"The config's low_freq_factor {low} is not below its high_freq_factor {high}; correct "
+            "config.json."
+        )
     turns = original_length(scaling, config) / (2 * math.pi * periods)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return periods / (keep + (1.0 - keep) / factor), 1.0
@@ -192,6 +207,10 @@ def _yarn(
     factor = _number(scaling, "factor")
     theta, original = scaling["rope_theta"], original_length(scaling, config)
     dims = 2 * len(periods)
+    if theta <= 1:
+        raise CheckpointError(
+            f"The config's rope_theta is {theta}, and YaRN needs one above 1; correct config.json."
+        )
 
     def dimension(turns: float) -> float:
         return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

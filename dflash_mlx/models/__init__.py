@@ -66,7 +66,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"The config's model_type {name!r} is not supported; use a model of one of "
+            f"The config's model_type {name!r:.80} is not supported; use a model of one of "
             f"{', '.join(FAMILIES)}."
         )
     return FAMILIES[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,6 +11,8 @@ from typing import Any, NoReturn
 from dflash_mlx.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
+
+_MOST_SHOWN = 80  # characters of a broken value
 
 _ROPE_KEYS = frozenset(
     {"rope_theta", "rope_scaling", "rope_parameters", "rope_freq_factors", "partial_rotary_factor"}
@@ -119,10 +122,7 @@ def refuse_unsupported(config: Mapping[str, Any], own_keys: Collection[str] = ()
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
             refuse(key, config[key])
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        malformed("layer_types", layer_types, "a list")
-    if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
+    if other := sorted(set(layer_kinds(config) or ()) - {"full_attention"}):
         refuse("layer_types", ", ".join(other))
     known = _ROPE_KEYS | _NEUTRAL.keys() | {"layer_types"}
     warn_unread(config, known | DenseConfig.__dataclass_fields__.keys())
@@ -137,17 +137,20 @@ def warn_unread(config: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def positive_int(config: Mapping[str, Any], key: str) -> int:
-    """A required key whose value is a whole number above zero."""
+    """A required key whose value is a whole number above zero, in 32 bits as MLX counts."""
     value = _required(config, key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         malformed(key, value, "a whole number above zero")
+    if value >= 2**31:
+        malformed(key, value, "below 2**31")
     return value
 
 
 def positive_float(config: Mapping[str, Any], key: str) -> float:
     """A required key whose value is a number above zero."""
     value = _required(config, key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= sys.float_info.max:
         malformed(key, value, "a number above zero")
     return float(value)
 
@@ -160,6 +163,34 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
+def layer_kinds(config: Mapping[str, Any]) -> list[str] | None:
+    """layer_types, a list of names; None where it is absent, null or empty."""
+    kinds = config.get("layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    ):
+        malformed("layer_types", kinds, "a list of names")
+    return kinds or None
+
+
+def layer_numbers(config: Mapping[str, Any], key: str) -> frozenset[int]:
+    """An optional key that lists layers by number; none where it is absent or null."""
+    numbers = config.get(key)
+    if numbers is None:
+        return frozenset()
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        malformed(key, numbers, "a list of whole numbers")
+    return frozenset(numbers)
+
+
+def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An optional key whose value is an object; empty where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        malformed(key, value, "an object")
+    return value or {}
+
+
 def _required(config: Mapping[str, Any], key: str) -> Any:
     if config.get(key) is None:
         raise CheckpointError(
@@ -169,8 +200,10 @@ def _required(config: Mapping[str, Any], key: str) -> Any:
 
 
 def malformed(key: str, value: Any, wanted: str) -> NoReturn:
-    """Raise the CheckpointError of a value of the wrong type or range."""
-    raise CheckpointError(f"The config's {key} is {value!r}, not {wanted}; correct config.json.")
+    """Raise the CheckpointError of a value that is not what is `wanted`."""
+    shown = repr(value)
+    shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+    raise CheckpointError(f"The config's {key} is {shown}, not {wanted}; correct config.json.")
 
 
 def _divided(total: int, part: int, total_key: str, part_key: str) -> int:
@@ -185,5 +218,5 @@ def _divided(total: int, part: int, total_key: str, part_key: str) -> int:
 def refuse(key: str, value: Any) -> NoReturn:
     """Raise the CheckpointError of a setting that is not supported."""
     raise CheckpointError(
-        f"The config's {key} = {value!r} is not supported; use a checkpoint without it."
+        f"The config's {key} = {value!r:.80} is not supported; use a checkpoint without it."
     )

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.models.config import positive_int
 
 _ONE_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)")
+
+
+def stated_experts(config: Mapping[str, Any]) -> int:
+    """num_experts of the config, 0 where there are none."""
+    return positive_int(config, "num_experts") if config.get("num_experts") else 0
 
 
 def stack_experts(weights: dict[str, mx.array], count: int, name: str = "switch_mlp") -> None:

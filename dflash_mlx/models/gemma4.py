@@ -15,13 +15,15 @@ from dflash_mlx.cache import BorrowedCache, CacheStack, KVCache, WindowCache
 from dflash_mlx.layers.gemma_attention import GemmaAttention
 from dflash_mlx.layers.mlp import MLP, geglu
 from dflash_mlx.layers.moe import Experts, mixed, top_k_softmax
+from dflash_mlx.models.config import positive_int
 from dflash_mlx.models.decoder import DecoderTarget
-from dflash_mlx.models.experts import stack_experts
+from dflash_mlx.models.experts import stack_experts, stated_experts
 from dflash_mlx.models.gemma4_config import (
     ExpertPlan,
     Gemma4Config,
     LayerPlan,
     read_gemma4_config,
+    shared_layers,
     text_config,
     tied,
 )
@@ -174,11 +176,10 @@ def remap(weights: dict[str, mx.array], config: Mapping[str, Any]) -> None:
     in multimodal checkpoints. Projections that borrowing layers do not use are dropped, too.
     """
     text = text_config(config)
-    layers = text.get("num_hidden_layers") or 0
-    first_borrower = layers - (text.get("num_kv_shared_layers") or 0)
+    layers = positive_int(text, "num_hidden_layers")
     unused = [
         f"model.layers.{index}.self_attn.{part}."
-        for index in range(first_borrower, layers)
+        for index in range(layers - shared_layers(text, layers), layers)
         for part in ("k_proj", "v_proj", "k_norm", "v_norm")
     ]
     if tied(config):
@@ -196,4 +197,4 @@ def remap(weights: dict[str, mx.array], config: Mapping[str, Any]) -> None:
             own = name
         if not own.startswith(tuple(unused)):
             weights[own] = array
-    stack_experts(weights, text.get("num_experts") or 0, "experts.switch_glu")
+    stack_experts(weights, stated_experts(text), "experts.switch_glu")

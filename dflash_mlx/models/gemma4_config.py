@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.layers.rope import Rope, proportional_rope, rope_from_config, rope_type
-from dflash_mlx.models.config import flag, positive_float, positive_int, refuse, warn_unread
+from dflash_mlx.models.config import (
+    flag,
+    malformed,
+    positive_float,
+    positive_int,
+    refuse,
+    warn_unread,
+)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -119,7 +126,7 @@ def _refuse_unsupported(text: Mapping[str, Any], model_type: str) -> None:
     inputs = text.get("hidden_size_per_layer_input", 0 if "unified" in model_type else 256)
     if inputs:
         raise CheckpointError(
-            f"The config's hidden_size_per_layer_input = {inputs!r} (the per-layer inputs of "
+            f"The config's hidden_size_per_layer_input = {inputs!r:.80} (the per-layer inputs of "
             "Gemma 4 E2B and E4B) is not supported; use a 12B, 26B-A4B or 31B model."
         )
     for key, supported in (
@@ -176,20 +183,19 @@ def _layer_plans(text: Mapping[str, Any]) -> tuple[LayerPlan, ...]:
 def _layer_kinds(text: Mapping[str, Any]) -> list[str]:
     count, kinds = positive_int(text, "num_hidden_layers"), text.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != count:
-        _wrong("layer_types", kinds, f"a list of {count} kinds")
+        malformed("layer_types", kinds, f"a list of {count} kinds")
     if other := sorted({str(kind) for kind in kinds} - {SLIDING, FULL}):
         refuse("layer_types", ", ".join(other))
     if kinds[-1] != FULL:
         # transformers would run another layer than the one the config states.
-        _wrong("last of layer_types", kinds[-1], FULL)
+        malformed("last of layer_types", kinds[-1], FULL)
     return kinds
 
 
 def _lenders(text: Mapping[str, Any], kinds: list[str]) -> list[int | None]:
     """For each of the last num_kv_shared_layers layers the last layer of its kind before them."""
-    shared, count = text.get("num_kv_shared_layers") or 0, len(kinds)
-    if isinstance(shared, bool) or not isinstance(shared, int) or not 0 <= shared < count:
-        _wrong("num_kv_shared_layers", shared, f"a whole number below {count}")
+    count = len(kinds)
+    shared = shared_layers(text, count)
     own = count - shared
     last = {kind: index for index, kind in enumerate(kinds[:own])}
     if missing := sorted(set(kinds[own:]) - last.keys()):
@@ -198,6 +204,14 @@ def _lenders(text: Mapping[str, Any], kinds: list[str]) -> list[int | None]:
             "from; correct config.json."
         )
     return [None if index < own else last[kind] for index, kind in enumerate(kinds)]
+
+
+def shared_layers(text: Mapping[str, Any], count: int) -> int:
+    """num_kv_shared_layers of `count` layers."""
+    shared = text.get("num_kv_shared_layers") or 0
+    if isinstance(shared, bool) or not isinstance(shared, int) or not 0 <= shared < count:
+        malformed("num_kv_shared_layers", shared, f"a whole number below {count}")
+    return shared
 
 
 def _head_sizes(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
@@ -212,7 +226,7 @@ def _head_sizes(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, in
         exceptions = text["per_layer_config"]
         own = exceptions.get(str(index), {}) if isinstance(exceptions, Mapping) else None
         if not isinstance(own, Mapping) or own.keys() - sizes.keys():
-            _wrong("per_layer_config", exceptions, "head_dim and num_key_value_heads by layer")
+            malformed("per_layer_config", exceptions, "head_dim and num_key_value_heads by layer")
         sizes.update({key: positive_int(own, key) for key in own})
     elif kind == FULL:
         sizes["head_dim"] = positive_int(text, "global_head_dim")
@@ -225,11 +239,7 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
     parameters = text.get("rope_parameters") or _ROPE_DEFAULTS
     own = parameters.get(kind) if isinstance(parameters, Mapping) else None
     if not isinstance(own, Mapping):
-        _wrong("rope_parameters", parameters, f"an object with one for {kind}")
+        malformed("rope_parameters", parameters, f"an object with one for {kind}")
     if rope_type(own) == "proportional":
         return proportional_rope(own, head_dim)
     return rope_from_config({"rope_parameters": own}, head_dim)
-
-
-def _wrong(key: str, value: Any, wanted: str) -> NoReturn:
-    raise CheckpointError(f"The config's {key} is {value!r}, not {wanted}; correct config.json.")

@@ -16,7 +16,7 @@ from dflash_mlx.errors import CheckpointError
 from dflash_mlx.layers.moe import Experts, mixed, top_k_softmax
 from dflash_mlx.layers.rope import rope_from_config, rope_scaling
 from dflash_mlx.models.config import (
-    malformed,
+    layer_kinds,
     positive_float,
     positive_int,
     read_dense_config,
@@ -131,14 +131,12 @@ def build(config: Mapping[str, Any]) -> DenseTarget:
 
 def _windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
     """Of each layer the positions a query sees; without layer_types they alternate."""
-    kinds = config.get("layer_types") or [(_SLIDING, _FULL)[i % 2] for i in range(layers)]
-    if not isinstance(kinds, list):
-        malformed("layer_types", kinds, "a list")
+    kinds = layer_kinds(config) or [(_SLIDING, _FULL)[i % 2] for i in range(layers)]
     if len(kinds) != layers:
         raise CheckpointError(
             f"The config's layer_types names {len(kinds)} layers of {layers}; correct config.json."
         )
-    if other := sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL}):
+    if other := sorted(set(kinds) - {_SLIDING, _FULL}):
         refuse("layer_types", ", ".join(other))
     if _SLIDING not in kinds:
         return [None] * layers

@@ -12,7 +12,8 @@ from dflash_mlx.layers.rope import Rope, rope_from_config, rope_scaling
 from dflash_mlx.models.config import (
     DenseConfig,
     flag,
-    malformed,
+    layer_kinds,
+    layer_numbers,
     positive_float,
     positive_int,
     read_dense_config,
@@ -85,18 +86,16 @@ def read_hybrid_config(config: Mapping[str, Any]) -> HybridConfig:
 
 def _layer_types(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """layer_types, else every full_attention_interval-th layer is one of full attention."""
-    kinds = config.get("layer_types")
+    kinds = layer_kinds(config)
     if kinds is None:
         key = "full_attention_interval"
         interval = positive_int({key: DEFAULT_INTERVAL, **config}, key)
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
-    if not isinstance(kinds, list):
-        malformed("layer_types", kinds, "a list")
     if len(kinds) != layers:
         raise CheckpointError(
             f"The config has {len(kinds)} layer_types for {layers} layers; correct config.json."
         )
-    if other := sorted({str(kind) for kind in kinds} - {LINEAR, FULL}):
+    if other := sorted(set(kinds) - {LINEAR, FULL}):
         refuse("layer_types", ", ".join(other))
     return tuple(kinds)
 
@@ -155,5 +154,5 @@ def _experts(config: Mapping[str, Any]) -> ExpertSizes:
 def _sparse_layers(config: Mapping[str, Any], layers: int, mixture: bool) -> tuple[bool, ...]:
     key = "decoder_sparse_step"
     step = positive_int({key: 1, **config}, key)
-    dense = config.get("mlp_only_layers") or ()
+    dense = layer_numbers(config, "mlp_only_layers")
     return tuple(mixture and i not in dense and (i + 1) % step == 0 for i in range(layers))

@@ -11,6 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.layers.gated_delta_net import SplitDeltaNet
+from dflash_mlx.models.config import object_of
+from dflash_mlx.models.experts import stated_experts
 from dflash_mlx.models.hybrid import HybridTarget, convert_layout, drop_other_parts
 from dflash_mlx.models.hybrid_config import read_hybrid_config
 
@@ -32,7 +34,7 @@ def build(config: Mapping[str, Any]) -> HybridTarget:
 def remap_hf(weights: dict[str, mx.array], config: Mapping[str, Any]) -> None:
     """Hugging Face's names and layouts to the model's, in place."""
     remap_mlx(weights, config)
-    convert_layout(weights, _text_config(config).get("num_experts") or 0)
+    convert_layout(weights, stated_experts(_text_config(config)))
 
 
 def remap_mlx(weights: dict[str, mx.array], config: Mapping[str, Any]) -> None:
@@ -49,5 +51,5 @@ def remap_mlx(weights: dict[str, mx.array], config: Mapping[str, Any]) -> None:
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's part of the config; the top level may say alone whether the head is tied."""
-    text = config.get("text_config") or config
+    text = object_of(config, "text_config") or config
     return {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}

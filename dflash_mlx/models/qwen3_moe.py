@@ -10,7 +10,13 @@ import mlx.core as mx
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.layers.moe import SparseMLP
 from dflash_mlx.layers.rope import rope_from_config
-from dflash_mlx.models.config import flag, positive_int, read_dense_config, refuse
+from dflash_mlx.models.config import (
+    flag,
+    layer_numbers,
+    positive_int,
+    read_dense_config,
+    refuse,
+)
 from dflash_mlx.models.dense import DenseTarget
 from dflash_mlx.models.experts import stack_experts
 
@@ -48,7 +54,7 @@ def build(config: Mapping[str, Any]) -> DenseTarget:
         )
     inner, normalise = positive_int(config, "moe_intermediate_size"), flag(config, "norm_topk_prob")
     step = positive_int({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
-    dense_layers = config.get("mlp_only_layers") or []
+    dense_layers = layer_numbers(config, "mlp_only_layers")
 
     def mlp(index: int) -> SparseMLP | None:
         if index in dense_layers or (index + 1) % step:

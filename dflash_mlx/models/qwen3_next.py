@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.layers.gated_delta_net import FusedDeltaNet
+from dflash_mlx.models.experts import stated_experts
 from dflash_mlx.models.hybrid import HybridTarget, convert_layout, drop_other_parts
 from dflash_mlx.models.hybrid_config import read_hybrid_config
 
@@ -20,4 +21,4 @@ def build(config: Mapping[str, Any]) -> HybridTarget:
 def remap_hf(weights: dict[str, mx.array], config: Mapping[str, Any]) -> None:
     """Hugging Face's layouts to the model's, in place; multi-token prediction is dropped."""
     drop_other_parts(weights)
-    convert_layout(weights, config.get("num_experts") or 0)
+    convert_layout(weights, stated_experts(config))

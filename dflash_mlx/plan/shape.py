@@ -61,7 +61,12 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
 
     CheckpointError for a model_type whose sizes are not known here and for a missing key.
     """
-    text = _Config({**config, **(config.get("text_config") or {})})
+    inner = config.get("text_config") or {}
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(
+            f"The config's text_config is {inner!r:.80}, not an object; use a complete config.json."
+        )
+    text = _Config({**config, **inner})
     kind = text.model_type
     if kind not in MODEL_TYPES:
         raise CheckpointError(

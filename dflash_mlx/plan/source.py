@@ -67,7 +67,8 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
 
 def _drafter_beside(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config of the drafter that a conversion put into the target's folder."""
-    record = (config.get("conversion") or {}).get("drafter")
+    conversion = config.get("conversion")
+    record = conversion.get("drafter") if isinstance(conversion, dict) else None
     file = folder / "drafter" / "config.json"
     if not isinstance(record, dict) or not file.is_file():
         return None
@@ -110,7 +111,7 @@ def _read(place: Path) -> dict[str, Any]:
         config = json.loads(file.read_text("utf-8"))
     except OSError:
         raise SourceError(f"{file} cannot be read. Give a model folder or a config.json.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise SourceError(f"{file} is not JSON. Give a model folder or a config.json.") from None
     if not isinstance(config, dict):
         raise SourceError(f"{file} is no JSON object. Give a model folder or a config.json.")
