@@ -39,18 +39,19 @@ class Shape:
 
 
 def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` layers, evenly from the second to the third-last; fewer where the target is small."""
-    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
-    if count == 1 or last <= first:
-        return (max(first, last),)
-    steps = [round(first + i * (last - first) / (count - 1)) for i in range(count)]
-    return tuple(dict.fromkeys(steps))
+    """`count` layers, evenly from the second to the third-last; over all where these are few."""
+    first, last = 1, num_layers - 3
+    if last - first + 1 < count:
+        first, last = 0, num_layers - 1
+    if count == 1:
+        return (last,)
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
 def chosen_taps(target: Target, taps: int | Sequence[int] | None) -> tuple[int, ...]:
     """Taps of a new drafter; UsageError for layers the target does not have."""
     if taps is None or isinstance(taps, int):
-        count = _DEFAULT_TAPS if taps is None else taps
+        count = min(_DEFAULT_TAPS, target.num_layers) if taps is None else taps
         if not 1 <= count <= target.num_layers:
             raise UsageError(
                 f"{count} taps of a target with {target.num_layers} layers; give from 1 to that."
