@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,13 +92,15 @@ class Objective:
     head: HeadSubset
     soft_share: float
     dtype: mx.Dtype  # of the forward pass; parameters are float32 masters
+    rows: Callable[..., mx.array] = block_rows  # the drafter's pass; another one in comparisons
 
     def __call__(
         self, parameters: Tree, work: Pass, scale: float
     ) -> tuple[mx.array, mx.array, mx.array]:
         """(scale · Σ weight · loss, unscaled Σ weight · CE, correct [N, b-1])."""
         self.model.update(tree_map(lambda p: p.astype(self.dtype), parameters))
-        rows = block_rows(self.model, self.config, self.embed(work.anchors), work.groups)[:, 1:]
+        x = self.embed(work.anchors)
+        rows = self.rows(self.model, self.config, x, work.groups)[:, 1:]
         logits = draft_logits(self.config, rows, self.head.rows.astype(self.dtype))
         loss, correct = cross_entropy(logits, work.labels, self.soft_share)
         total = loss

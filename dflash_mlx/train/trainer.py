@@ -192,14 +192,7 @@ class Trainer:
 
     def _step(self, works: Sequence[Work], epoch: int) -> StepResult:
         head = self._head_of(epoch)
-        objective = Objective(
-            self._model,
-            self.task.config,
-            self.task.target,
-            head,
-            self.recipe.soft,
-            _TYPES[self.recipe.dtype],
-        )
+        objective = self._objective(head)
         built = [self._pass(part, head) for part in passes(works, self.recipe.pass_blocks)]
         grads, result = gradients(objective, self.parameters, built, self._streams)
         grads, _ = optim.clip_grad_norm(grads, self.recipe.clip)
@@ -216,6 +209,11 @@ class Trainer:
                 "smaller --lr, or --dtype float32."
             )
         return result
+
+    def _objective(self, head: HeadSubset) -> Objective:
+        task, recipe = self.task, self.recipe
+        dtype = _TYPES[recipe.dtype]
+        return Objective(self._model, task.config, task.target, head, recipe.soft, dtype)
 
     def _pass(self, works: Sequence[Work], head: HeadSubset) -> Pass:
         seen = self.task.features.read_all([work.text for work in works])

@@ -1,0 +1,200 @@
+"""What scripts/ablate compares: each variant changes one thing of the same small training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.draft.config import DFlashConfig, parse_config
+from dflash_mlx.draft.dflash import DFlashModel
+from dflash_mlx.models.base import Target
+from dflash_mlx.train.batches import Work, anchor_candidates, epoch_steps, uniform_anchors
+from dflash_mlx.train.blocks import BlockGroup, block_rows
+from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.features import Seen
+from dflash_mlx.train.loss import HeadSubset
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.step import Objective
+from dflash_mlx.train.trainer import Trainer
+
+Rows = Callable[[DFlashModel, DFlashConfig, mx.array, Sequence[BlockGroup]], mx.array]
+#: blocks of one pass when measuring
+_MEASURED_BLOCKS = 64
+
+
+def fused_rows(
+    model: DFlashModel, config: DFlashConfig, embedded: mx.array, groups: Sequence[BlockGroup]
+) -> mx.array:
+    """Input fusion: the features right before the anchor are added to every row of the block.
+
+    The block's rows see only one another; nothing is injected into keys and values.
+    """
+    before = mx.concatenate([g.features[mx.array(g.anchors - 1)] for g in groups])
+    x = embedded + model.fuse(before.astype(embedded.dtype)[None])[0][:, None]
+    blocks, rows = x.shape[:2]
+    for layer in model.layers:
+        w, h = layer.self_attn, layer.input_layernorm(x)
+        q = w.q_norm(w.q_proj(h).reshape(blocks, rows, w.heads, -1)).transpose(0, 2, 1, 3)
+        k = w.k_norm(w.k_proj(h).reshape(blocks, rows, w.kv_heads, -1)).transpose(0, 2, 1, 3)
+        v = w.v_proj(h).reshape(blocks, rows, w.kv_heads, -1).transpose(0, 2, 1, 3)
+        seen = mx.fast.scaled_dot_product_attention(
+            config.rope(q, 0), config.rope(k, 0), v, scale=w.scale
+        )
+        x = x + w.o_proj(seen.transpose(0, 2, 1, 3).reshape(blocks, rows, -1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.norm(x)
+
+
+class Blind:
+    """Features of a target that tells nothing: zeros in place of its hidden states."""
+
+    def __init__(self, features: Any) -> None:
+        self.features = features
+
+    def read_all(self, texts: Sequence[Text]) -> list[Seen]:
+        return [
+            Seen(mx.zeros_like(seen.features), seen.ids, seen.logprobs)
+            for seen in self.features.read_all(texts)
+        ]
+
+
+class Chosen:
+    """Features of some of the taps that were stored."""
+
+    def __init__(self, features: Any, stored: Sequence[int], wanted: Sequence[int]) -> None:
+        self.features, self.stored = features, len(stored)
+        self.places = mx.array([list(stored).index(tap) for tap in wanted])
+
+    def read_all(self, texts: Sequence[Text]) -> list[Seen]:
+        return [
+            Seen(self._cut(seen.features), seen.ids, seen.logprobs)
+            for seen in self.features.read_all(texts)
+        ]
+
+    def _cut(self, features: mx.array) -> mx.array:
+        length = features.shape[0]
+        return features.reshape(length, self.stored, -1)[:, self.places].reshape(length, -1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of the table. recipe and shape: what differs from the base."""
+
+    name: str
+    recipe: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, Any] = field(default_factory=dict)
+    taps: tuple[int, ...] | None = None
+    rows: Rows = block_rows
+    blind: bool = False
+    uniform: bool = False
+    verified: int | None = None  # rows that a cycle verifies, when fewer than trained
+
+
+class VariantTrainer(Trainer):
+    """A run that keeps nothing on disk and measures by training's own passes, for every variant."""
+
+    def __init__(self, variant: Variant, *run: Any) -> None:
+        self.variant = variant
+        super().__init__(*run)
+
+    def _objective(self, head: HeadSubset) -> Objective:
+        return replace(super()._objective(head), rows=self.variant.rows)
+
+    def _epoch(self, epoch: int) -> list[list[Work]]:
+        recipe = self.recipe
+        if not self.variant.uniform:
+            return super()._epoch(epoch)
+        steps = epoch_steps(self.task.trained, epoch, seed=recipe.seed, anchors=1, blocks=10**9)
+        texts = [work.text for step in steps for work in step]
+        works = [Work(text, uniform_anchors(text, recipe.block_size)) for text in texts]
+        return _grouped(works, recipe.step_blocks)
+
+    def _measure(self) -> None:
+        """Nothing in between; `tau` measures at the end."""
+
+    def _measured(self) -> bool:
+        return True
+
+    def save(self) -> None:
+        """A comparison is run again, not resumed."""
+
+    def tau(self, max_tokens: int) -> float:
+        """Tokens a cycle on the held-out texts, every anchor's drafts from passes of training."""
+        cycles = tokens = 0
+        for text in self.task.held_out:
+            seen = self.task.held_features.read_all([text])[0]
+            drafts = self._drafts(text, seen)
+            done, length = 0, min(len(text.answer_ids), max_tokens) - 1
+            while done < length:
+                follows = text.answer_ids[done + 1 : length + 1]
+                accepted = 0
+                while accepted < min(len(drafts[done]), len(follows)) and (
+                    drafts[done][accepted] == follows[accepted]
+                ):
+                    accepted += 1
+                emitted = min(accepted + 1, length - done)
+                cycles, tokens, done = cycles + 1, tokens + emitted, done + emitted
+        return tokens / cycles
+
+    def _drafts(self, text: Text, seen: Seen) -> list[list[int]]:
+        """Of every anchor of the answer, its drafts over the whole vocabulary."""
+        self._model.update(self.parameters)
+        target: Target = self.task.target
+        objective = self._objective(self._head_of(self.progress.epoch))
+        ids = np.array(text.ids, np.int32)
+        shown = (self.variant.verified or self.recipe.block_size) - 1
+        made: list[list[int]] = []
+        anchors = anchor_candidates(text)
+        for start in range(0, len(anchors), _MEASURED_BLOCKS):
+            part = anchors[start : start + _MEASURED_BLOCKS]
+            group = BlockGroup(seen.features[: int(part.max())], part)
+            x = objective.embed(mx.array(ids[part]))
+            rows = self.variant.rows(self._model, self.task.config, x, [group])[:, 1:]
+            made += mx.argmax(target.head(rows), axis=-1)[:, :shown].tolist()
+        return made
+
+
+def _grouped(works: Sequence[Work], blocks: int) -> list[list[Work]]:
+    steps: list[list[Work]] = [[]]
+    for work in works:
+        if steps[-1] and sum(len(w.anchors) for w in steps[-1]) + len(work.anchors) > blocks:
+            steps.append([])
+        steps[-1].append(work)
+    return steps
+
+
+def variants(taps: tuple[int, ...]) -> list[Variant]:
+    """The paper's comparisons, and those this trainer's defaults rest on."""
+    three = (taps[0], taps[len(taps) // 2], taps[-1])
+    return [
+        Variant("base: 2 layers, 5 taps, block 8"),
+        Variant("without target features", blind=True),
+        Variant("input fusion instead of K/V injection", rows=fused_rows),
+        Variant("uniform blocks instead of random anchors", uniform=True),
+        Variant("uniform weights instead of decay", recipe={"gamma": 1e6}),
+        Variant("3 taps", taps=three),
+        Variant("1 layer", shape={"layers": 1}),
+        Variant("3 layers", shape={"layers": 3}),
+        Variant("trained on blocks of 4, verifies 4", recipe={"block_size": 4}),
+        Variant("trained on blocks of 8, verifies 4", verified=4),
+        Variant("trained on blocks of 16, verifies 16", recipe={"block_size": 16}),
+        Variant("soft labels only", recipe={"soft": 1.0}),
+        Variant("half soft, half hard labels", recipe={"soft": 0.5}),
+        Variant("random start"),
+    ]
+
+
+def config_of(variant: Variant, base: dict[str, Any], recipe: Recipe) -> DFlashConfig:
+    """The base's config with the variant's layers, taps and block size."""
+    stored = {**base, "block_size": recipe.block_size}
+    layers = variant.shape.get("layers", base["num_hidden_layers"])
+    nested = {**base["dflash_config"], "block_size": recipe.block_size}
+    if variant.taps:
+        nested["target_layer_ids"] = list(variant.taps)
+    stored |= {"num_hidden_layers": layers, "dflash_config": nested}
+    stored["layer_types"] = ["full_attention"] * layers
+    return parse_config(stored)
