@@ -12,7 +12,13 @@ import numpy as np
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.draft.dflash import DFlashModel
 from dflash_mlx.models.base import Target
-from dflash_mlx.train.batches import Work, anchor_candidates, epoch_steps, uniform_anchors
+from dflash_mlx.train.batches import (
+    Work,
+    anchor_candidates,
+    grouped,
+    parted,
+    uniform_anchors,
+)
 from dflash_mlx.train.blocks import BlockGroup, block_rows
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import Seen
@@ -108,10 +114,9 @@ class VariantTrainer(Trainer):
         recipe = self.recipe
         if not self.variant.uniform:
             return super()._epoch(epoch)
-        steps = epoch_steps(self.task.trained, epoch, seed=recipe.seed, anchors=1, blocks=10**9)
-        texts = [work.text for step in steps for work in step]
-        works = [Work(text, uniform_anchors(text, recipe.block_size)) for text in texts]
-        return _grouped(works, recipe.step_blocks)
+        works = [Work(text, uniform_anchors(text, recipe.block_size)) for text in self.task.trained]
+        random = np.random.default_rng([recipe.seed, epoch])
+        return grouped(parted(works, recipe.step_blocks, random), recipe.step_blocks)
 
     def _measure(self) -> None:
         """Nothing in between; `tau` measures at the end."""
@@ -156,15 +161,6 @@ class VariantTrainer(Trainer):
             rows = self.variant.rows(self._model, self.task.config, x, [group])[:, 1:]
             made += mx.argmax(target.head(rows), axis=-1)[:, :shown].tolist()
         return made
-
-
-def _grouped(works: Sequence[Work], blocks: int) -> list[list[Work]]:
-    steps: list[list[Work]] = [[]]
-    for work in works:
-        if steps[-1] and sum(len(w.anchors) for w in steps[-1]) + len(work.anchors) > blocks:
-            steps.append([])
-        steps[-1].append(work)
-    return steps
 
 
 def variants(taps: tuple[int, ...]) -> list[Variant]:

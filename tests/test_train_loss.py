@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from tiny import tiny_target
 
-from dflash_mlx.train.batches import Work, draw_anchors, epoch_steps, passes
+from dflash_mlx.train.batches import Work, anchor_candidates, draw_anchors, epoch_steps, passes
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import FeatureSpec, compute
 from dflash_mlx.train.loss import (
@@ -123,14 +125,18 @@ def test_anchors_are_answer_tokens_with_one_behind_them():
     assert draw_anchors(TEXT, 512, random).tolist() == [3, 4, 5, 6]
 
 
-def test_an_epoch_holds_every_text_once_and_differs_from_the_next():
+def test_an_epoch_holds_every_anchor_once_and_differs_from_the_next():
     given = texts()
     epochs = [epoch_steps(given, e, seed=1, anchors=10, blocks=24) for e in range(2)]
     for steps in epochs:
-        names = [work.text.name for step in steps for work in step]
-        assert sorted(names) == sorted(text.name for text in given)
-        assert all(len(w.anchors) <= 10 for step in steps for w in step)
-        assert all(sum(len(w.anchors) for w in step) <= 24 for step in steps)
+        seen = [(w.text.name, a) for step in steps for w in step for a in w.anchors.tolist()]
+        assert len(seen) == len(set(seen))
+        expected = {text.name: min(10, len(anchor_candidates(text))) for text in given}
+        assert Counter(name for name, _ in seen) == expected
+        counts = [sum(len(w.anchors) for w in step) for step in steps]
+        assert set(counts[:-1]) == {24}
+        assert all(len({w.text.name for w in step}) >= 4 for step in steps[:-1])
+        assert all((np.diff(w.anchors) > 0).all() for step in steps for w in step)
     shown = [[(w.text.name, w.anchors.tolist()) for s in e for w in s] for e in epochs]
     assert shown[0] != shown[1]
     again = epoch_steps(given, 0, seed=1, anchors=10, blocks=24)

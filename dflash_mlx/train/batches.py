@@ -37,6 +37,10 @@ def uniform_anchors(text: Text, block_size: int) -> np.ndarray:
     return anchor_candidates(text)[:: block_size - 1]
 
 
+#: texts of one step at least, when there are as many
+_STEP_TEXTS = 4
+
+
 def epoch_steps(
     texts: Sequence[Text],
     epoch: int,
@@ -45,24 +49,30 @@ def epoch_steps(
     anchors: int,
     blocks: int,
 ) -> list[list[Work]]:
-    """The steps of an epoch: texts shuffled, at most `blocks` blocks a step, no text split.
+    """The steps of an epoch, `blocks` blocks each but the last, from several texts each.
 
-    Depends on nothing but the arguments, so a resumed run sees the same steps.
+    A text with many anchors comes in parts, in steps that lie anywhere in the epoch. Depends on
+    nothing but the arguments, so a resumed run sees the same steps.
     """
     random = np.random.default_rng([seed, epoch])
-    steps: list[list[Work]] = []
-    current: list[Work] = []
-    held = 0
-    for index in random.permutation(len(texts)):
-        work = Work(texts[index], draw_anchors(texts[index], anchors, random))
-        if current and held + len(work.anchors) > blocks:
-            steps.append(current)
-            current, held = [], 0
-        current.append(work)
-        held += len(work.anchors)
-    if current:
-        steps.append(current)
-    return steps
+    works = [Work(text, draw_anchors(text, anchors, random)) for text in texts]
+    return grouped(parted(works, blocks, random), blocks)
+
+
+def parted(works: Sequence[Work], blocks: int, random: np.random.Generator) -> list[Work]:
+    """Works of at most a few texts' share of a step, shuffled; a part's anchors lie anywhere."""
+    most = max(1, blocks // _STEP_TEXTS)
+    parts = []
+    for work in works:
+        mixed = random.permutation(work.anchors)
+        for start in range(0, len(mixed), most):
+            parts.append(Work(work.text, np.sort(mixed[start : start + most])))
+    return [parts[index] for index in random.permutation(len(parts))]
+
+
+def grouped(works: Sequence[Work], blocks: int) -> list[list[Work]]:
+    """Works in order, cut into steps of exactly `blocks` blocks, the last one of what is left."""
+    return list(passes(works, blocks))
 
 
 def passes(step: Sequence[Work], blocks: int) -> Iterator[list[Work]]:
