@@ -145,6 +145,10 @@ def test_what_a_run_leaves_behind(finished):
     assert (order.out / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     card = (order.out / "README.md").read_text()
     assert f"{result['tau']:.2f} tokens a cycle on 2 held-out texts" in card
+    best = next(entry for entry in curve if entry["step"] == result["best_step"])
+    assert best["tau_by_set"].keys() == {"text"}
+    assert f"- text: {best['tau_by_set']['text']:.2f}" in card
+    assert 1 + sum(best["acceptance"]) >= best["tau"]
     assert not list(order.out.glob("partial-*"))
 
 

@@ -34,8 +34,12 @@ def model_card(
         f"- {_tau(result, held)}",
     ]
     if best is not None:
-        rows = " ".join(f"{share:.3f}" for share in best["accuracy"])
-        lines.append(f"- accuracy of each row on the texts trained on, at that step: {rows}")
+        rows = _shares(best["accuracy"])
+        lines += [
+            *(f"- {name}: {tau:.2f}" for name, tau in best["tau_by_set"].items()),
+            f"- share of cycles that accept at least so many drafts: {_shares(best['acceptance'])}",
+            f"- accuracy of each row on the texts trained on, at that step: {rows}",
+        ]
     lines += [
         "- no speed was measured while training",
         "",
@@ -61,6 +65,10 @@ def _tau(result: Mapping[str, Any], held: Mapping[str, Any]) -> str:
         f"{result['tau']:.2f} tokens a cycle on {held['texts']} held-out texts "
         f"({held['answer_tokens']} tokens, greedy), at step {result['best_step']}"
     )
+
+
+def _shares(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
 
 
 def _versions(versions: Mapping[str, str]) -> str:

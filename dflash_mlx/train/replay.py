@@ -5,7 +5,7 @@ The drafter that runs is the one of generation; only the target's answers are al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -85,15 +85,24 @@ def _agreed(proposed: Sequence[int], follows: Sequence[int]) -> int:
     return count
 
 
-def replay_all(
+def replay_sets(
     drafter: Drafter,
     texts: Sequence[tuple[Text, mx.array]],
     end_ids: Collection[int],
     max_tokens: int | None = None,
-) -> Replay:
-    """`replay` over several texts, each with its features."""
-    total = Replay()
+) -> dict[str, Replay]:
+    """`replay` over several texts, each with its features, by the set a text's name begins with."""
+    sets: dict[str, Replay] = {}
     for text, features in texts:
-        total.add(replay(drafter, text, features, end_ids, max_tokens))
+        known = replay(drafter, text, features, end_ids, max_tokens)
+        sets.setdefault(text.name.partition("/")[0], Replay()).add(known)
         mx.clear_cache()
+    return sets
+
+
+def joined(sets: Mapping[str, Replay]) -> Replay:
+    """All sets as one."""
+    total = Replay()
+    for part in sets.values():
+        total.add(part)
     return total

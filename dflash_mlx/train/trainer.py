@@ -24,7 +24,7 @@ from dflash_mlx.train.export import as_drafter, save_drafter
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.loss import HeadSubset, position_weights
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.replay import replay_all
+from dflash_mlx.train.replay import Replay, joined, replay_sets
 from dflash_mlx.train.start import Weights, new_model
 from dflash_mlx.train.step import Objective, Pass, StepResult, Streams, build_pass, gradients
 
@@ -238,26 +238,33 @@ class Trainer:
 
     def _measure(self) -> None:
         """Measure on held-out text, keep the drafter if it is the best, and save the state."""
-        tau = self._held_out_tau()
+        sets = self._replayed() if self.task.held_out else {}
+        whole = joined(sets)
+        tau = whole.tokens_per_cycle
         progress = self.progress
         if tau > progress.best_tau or not progress.history:
             progress.best_tau, progress.best_step = tau, progress.step
             save_drafter(self.folder, self.task.stored_config, self.parameters)
         report = self._summary(tau)
-        entry = {"step": report.step, "loss": report.loss, "accuracy": report.accuracy, "tau": tau}
+        entry = {
+            "step": report.step,
+            "loss": report.loss,
+            "accuracy": report.accuracy,
+            "tau": tau,
+            "tau_by_set": {name: part.tokens_per_cycle for name, part in sorted(sets.items())},
+            "acceptance": whole.acceptance(self.recipe.block_size),
+        }
         progress.history.append(entry)
         progress.clear()
         self.save()
         self._report(report)
         mx.clear_cache()
 
-    def _held_out_tau(self) -> float:
+    def _replayed(self) -> dict[str, Replay]:
         task = self.task
-        if not task.held_out:
-            return 0.0
         drafter = as_drafter(task.config, self.parameters, task.target, task.target.dtype)
         known = [(t, task.held_features.read_all([t])[0].features) for t in task.held_out]
-        return replay_all(drafter, known, task.end_ids).tokens_per_cycle
+        return replay_sets(drafter, known, task.end_ids)
 
     def _summary(self, tau: float | None) -> Report:
         progress = self.progress
