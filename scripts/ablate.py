@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.draft.dflash import DFlashModel
+from dflash_mlx.draft.dflash2 import DFlash2Model
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.batches import (
     Work,
@@ -24,6 +25,7 @@ from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.loss import HeadSubset
 from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.shape import Shape, second_parts
 from dflash_mlx.train.step import Objective
 from dflash_mlx.train.trainer import Trainer
 
@@ -159,8 +161,22 @@ class VariantTrainer(Trainer):
             group = BlockGroup(seen.features[: int(part.max())], part)
             x = objective.embed(mx.array(ids[part]))
             rows = self.variant.rows(self._model, self.task.config, x, [group])[:, 1:]
-            made += mx.argmax(target.head(rows), axis=-1)[:, :shown].tolist()
+            made += _chosen(self._model, rows, target.head(rows), ids[part])[:, :shown].tolist()
         return made
+
+
+def _chosen(model: DFlashModel, rows: mx.array, logits: mx.array, anchors: np.ndarray) -> mx.array:
+    """Greedy drafts [N, b-1] of rows [N, b-1, H]; a DFlash 2 drafter walks its candidates."""
+    if not isinstance(model, DFlash2Model):
+        return mx.argmax(logits, axis=-1)
+    selector = model.candidate_selector
+    walked = [
+        selector.walk(
+            rows[i : i + 1], logits[i], mx.array([int(anchor)]), lambda scores, _: mx.argmax(scores)
+        ).tokens
+        for i, anchor in enumerate(anchors)
+    ]
+    return mx.stack(walked)
 
 
 def variants(taps: tuple[int, ...]) -> list[Variant]:
@@ -181,6 +197,7 @@ def variants(taps: tuple[int, ...]) -> list[Variant]:
         Variant("soft labels only", recipe={"soft": 1.0}),
         Variant("half soft, half hard labels", recipe={"soft": 0.5}),
         Variant("random start"),
+        Variant("DFlash 2: convolutions, selector of rank 32", shape={"selector_rank": 32}),
     ]
 
 
@@ -193,4 +210,7 @@ def config_of(variant: Variant, base: dict[str, Any], recipe: Recipe) -> DFlashC
         nested["target_layer_ids"] = list(variant.taps)
     stored |= {"num_hidden_layers": layers, "dflash_config": nested}
     stored["layer_types"] = ["full_attention"] * layers
+    if rank := variant.shape.get("selector_rank"):
+        stored["architectures"] = ["DFlash2DraftModel"]
+        nested |= second_parts(Shape(selector_rank=rank), base["hidden_size"]) or {}
     return parse_config(stored)
