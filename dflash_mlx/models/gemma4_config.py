@@ -11,6 +11,7 @@ from dflash_mlx.layers.rope import Rope, proportional_rope, rope_from_config, ro
 from dflash_mlx.models.config import (
     flag,
     malformed,
+    object_of,
     positive_float,
     positive_int,
     refuse,
@@ -78,12 +79,7 @@ class Gemma4Config:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a multimodal config, or the config of a text model itself."""
-    if "text_config" not in config:
-        return config
-    text = config["text_config"]
-    if not isinstance(text, Mapping):
-        raise CheckpointError("The config's text_config is no object; correct config.json.")
-    return text
+    return object_of(config, "text_config") or config
 
 
 def tied(config: Mapping[str, Any]) -> bool:
