@@ -231,11 +231,17 @@ def _head_sizes(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, in
     return sizes["head_dim"], sizes["num_key_value_heads"]
 
 
-def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
+def rope_parameters(text: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The rotary settings of one kind of layer."""
     parameters = text.get("rope_parameters") or _ROPE_DEFAULTS
     own = parameters.get(kind) if isinstance(parameters, Mapping) else None
     if not isinstance(own, Mapping):
         malformed("rope_parameters", parameters, f"an object with one for {kind}")
+    return own
+
+
+def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
+    own = rope_parameters(text, kind)
     if rope_type(own) == "proportional":
         return proportional_rope(own, head_dim)
     return rope_from_config({"rope_parameters": own}, head_dim)
