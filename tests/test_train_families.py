@@ -77,7 +77,9 @@ def test_a_drafter_overfits_and_its_tau_is_that_of_generation(
     monkeypatch.setattr(trainer, "replay_all", kept)
     answers = write_answers(tmp_path / "answers.jsonl", texts)
     shape = Shape(layers=1, taps=2)
-    result = run.train(run.Order(str(folder), out, RECIPE, shape, answers=[answers]))
+    # Drafters for Gemma learn more slowly: less of their start is the target's.
+    recipe = replace(RECIPE, epochs=44) if family.startswith("gemma4") else RECIPE
+    result = run.train(run.Order(str(folder), out, recipe, shape, answers=[answers]))
     engine = dflash_mlx.load(str(folder), draft=str(out))
     cycles.clear()
     for text in texts:
