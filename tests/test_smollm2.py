@@ -87,8 +87,8 @@ def test_dflash_text_equals_plain_text(texts, goldens):
         assert sum(histogram) == text["cycles"]
         assert sum(a * n for a, n in enumerate(histogram)) == text["accepted"]
     # Few, since the embedded drafter is small and most of these prompts are not what it learned.
-    assert sum(t["accepted"] for t in texts["dflash"]) >= 15
-    assert sum(t["cycles"] for t in texts["dflash"]) >= 100
+    assert sum(t["accepted"] for t in texts["dflash"]) >= 6
+    assert sum(t["cycles"] for t in texts["dflash"]) >= 80
 
 
 def test_the_embedded_drafter_agrees_with_the_target(texts):
