@@ -157,9 +157,10 @@ class Tokenizer:
                     f"{'on' if thinking else 'off'}. Leave the thinking option away."
                 )
             extra["enable_thinking"] = thinking
+        checked = [dict(_checked(message)) for message in messages]
         try:
             text = self._hf.apply_chat_template(
-                [dict(_checked(message)) for message in messages],
+                checked,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,

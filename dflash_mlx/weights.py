@@ -117,10 +117,15 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"{file.parent} has no {file.name}; give the folder of a complete checkpoint."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); {_FETCH_AGAIN}") from None
+        raise CheckpointError(f"{file} cannot be read ({_reason(error)}); {_FETCH_AGAIN}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} is not a JSON object; {_FETCH_AGAIN}")
     return content
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without the file's name, which the sentence around it gives."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _read_index(folder: Path) -> dict[str, str]:
@@ -171,7 +176,7 @@ def _checked_names(file: Path) -> list[str]:
     try:
         size, stream = file.stat().st_size, file.open("rb")
     except OSError as error:  # such as links that lead in a circle
-        raise CheckpointError(f"{file} cannot be read ({error}); {_FETCH_AGAIN}") from None
+        raise CheckpointError(f"{file} cannot be read ({_reason(error)}); {_FETCH_AGAIN}") from None
     with stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if size < 8 or not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("metal"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Loading a model collects garbage; without what is imported by now that takes no time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,24 @@ def plain_greedy(target: Target, prompt_ids: Sequence[int], n: int) -> list[int]
     return ids[len(prompt_ids) :]
 
 
+def checked_greedy(target: Target, prompt: Sequence[int], n: int) -> list[int]:
+    """n greedy tokens, each the choice of one forward over the whole text without any cache.
+
+    The candidates come from single steps, which is quick; that forward judges all of them.
+    """
+    cache, ids, feed = target.make_cache(), list(prompt), list(prompt)
+    for _ in range(n):
+        hidden, _ = target.forward([Segment(mx.array(feed, dtype=mx.int32), cache)])
+        cache.commit(len(feed))
+        feed = [int(mx.argmax(target.logits(hidden)[0, -1]).item())]
+        ids += feed
+    logits = plain_logits(target, ids)[len(prompt) - 1 : -1]
+    assert logits.argmax(axis=-1).tolist() == ids[len(prompt) :]
+    best = np.sort(logits, axis=-1)
+    assert (best[:, -1] - best[:, -2]).min() > 1e-4, "a near tie may fall either way"
+    return ids[len(prompt) :]
+
+
 @dataclass
 class OracleCache:
     """Counts the context rows."""

@@ -13,6 +13,11 @@ from typing import Any
 
 from dflash_mlx.machine import prepare_blas
 
+#: of every text; tests with few are quick
+TOKENS = 7
+#: of the kind of prompts that the embedded drafter has learned
+QUESTION = "Natalia sold clips to 48 friends in April and half as many in May. How many altogether?"
+
 
 def texts(goldens: list[dict[str, Any]], draft: str | None) -> dict[str, Any]:
     from dflash_mlx.engine import load
@@ -22,8 +27,11 @@ def texts(goldens: list[dict[str, Any]], draft: str | None) -> dict[str, Any]:
     out: dict[str, Any] = {"blas_is_fast": blas_in_use().fast, "texts": []}
     for golden in goldens:
         question = [{"role": "user", "content": golden["prompt"]}]
-        answer = engine.generate(question, max_tokens=len(golden["answer_ids"]))
+        answer = engine.generate(question, max_tokens=TOKENS)
         out["texts"].append({"ids": answer.token_ids, **answer.stats.to_json()})
+    if draft:
+        question = [{"role": "user", "content": QUESTION}]
+        out["learned"] = engine.generate(question, max_tokens=32).stats.to_json()
     return out
 
 

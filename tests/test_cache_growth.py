@@ -27,7 +27,7 @@ from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import Proposal
 from dflash_mlx.draft.checkpoint import open_drafter
 
-BLOCK, WINDOW = 4, 7
+BLOCK, WINDOW = 3, 7
 TARGETS: dict[str, dict[str, Any]] = {
     "gemma4_shared": {
         "num_hidden_layers": 3,

@@ -163,7 +163,7 @@ from dflash_mlx.convert import Order, Recipe, convert
 bits, place = int(sys.argv[1]), Path(sys.argv[2])
 report = convert(Order("SmolLM2-135M", place, Recipe(bits=bits, group_size=32)))
 loaded = engine.load(str(place))
-answer = loaded.generate("What is the capital of France?", max_tokens=12)
+answer = loaded.generate("What is the capital of France?", max_tokens=8)
 stats = answer.stats
 print(json.dumps([report.to_json(), answer.text, stats.engine, stats.engine_reason]))
 """

@@ -152,17 +152,19 @@ FAULTS = [
     ),
     Fault("header kind", _entry(dtype=["F32"]), f"Tensor {LATE} of {{m}}/* is stored as ['F32'],"),
     Fault("metadata", _metadata, "{m}/model.safetensors has a broken safetensors header;"),
-    Fault("folder", _folder, "{m}/model.safetensors cannot be read or written (Is a directory);"),
+    Fault("folder", _folder, "{m}/model.safetensors cannot be read (Is a directory);"),
     *(
         Fault(f"config {key}", lambda m, c={key: value}: _config(m, **c), sentence)
         for key, value, sentence in (
             ("model_type", ["qwen3"], "The config's model_type ['qwen3'] is not supported;"),
-            ("layer_types", 3, "The config's layer_types is 3, not a list;"),
-            ("text_config", [1], "{m}/config.json has text_config [1], which is no object*"),
+            ("layer_types", 3, "The config's layer_types is 3, not a list of names;"),
+            ("text_config", [1], "The config's text_config is [1], not an object;"),
         )
     ),
     Fault("drafter", _drafter, "{m} is a DFlash drafter, not a model;"),
-    Fault("cyclic shard", _cyclic_shard, "{m}/model.safetensors cannot be read or written (*);"),
+    Fault(
+        "cyclic shard", _cyclic_shard, "{m}/model.safetensors cannot be read (Too many levels *);"
+    ),
     Fault("cyclic folder", _cyclic_folder, "The model '{m}' does not exist: "),
     Fault("nothing", shutil.rmtree, "The model '{m}' does not exist: "),
 ]

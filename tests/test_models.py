@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_gemma
 import tiny_hybrid
-from oracle import plain_features, plain_forward, plain_greedy, plain_logits
+from oracle import checked_greedy, plain_features, plain_forward, plain_greedy, plain_logits
 from tiny import target_of, target_with, tiny_config, tiny_prompt, tiny_target, tiny_weights
 
 from dflash_mlx.errors import CheckpointError
@@ -187,7 +187,7 @@ class TestSegments:
     def test_greedy_text_of_the_tiny_models_is_not_degenerate(self, family: str) -> None:
         for tied in (False, True):
             target = tiny_target(family, tie_word_embeddings=tied)
-            text = plain_greedy(target, tiny_prompt(96, 5), 40)
+            text = checked_greedy(target, tiny_prompt(96, 5), 40)
             assert len(set(text)) >= 12
             assert plain_logits(target, text).std() >= 1.0
 

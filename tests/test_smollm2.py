@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from smollm2_texts import TOKENS
 
 HERE = Path(__file__).parent
 GOLDENS = HERE / "goldens/smollm2/texts.json"
@@ -46,14 +47,15 @@ def texts(smollm2_gguf: Path) -> dict[str, list[dict[str, Any]]]:
         fast = sys.platform == "darwin" or platform.machine() == "x86_64"
         assert document["blas_is_fast"] == fast
         found[name] = document["texts"]
+        found["learned"] = [document.get("learned", {})]
     return found
 
 
 def near_ties(found: list[dict[str, Any]], goldens: list[dict[str, Any]]) -> int:
-    """How many texts part from the golden one, which they may only at a near-tie."""
+    """How many texts part from the golden one's start, which they may only at a near-tie."""
     count = 0
     for text, golden in zip(found, goldens, strict=True):
-        pairs = list(zip(text["ids"], golden["answer_ids"], strict=True))
+        pairs = list(zip(text["ids"], golden["answer_ids"][:TOKENS], strict=True))
         parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if parted is not None:
             gap = golden["gaps"][parted]
@@ -64,7 +66,7 @@ def near_ties(found: list[dict[str, Any]], goldens: list[dict[str, Any]]) -> int
 
 def test_goldens_are_what_they_should_be(goldens):
     assert len(goldens) == 20
-    assert sum(len(g["answer_ids"]) for g in goldens) >= 260
+    assert min(len(g["answer_ids"]) for g in goldens) >= TOKENS
 
 
 def test_plain_text_equals_mlx_lm(texts, goldens):
@@ -85,5 +87,10 @@ def test_dflash_text_equals_plain_text(texts, goldens):
         assert sum(histogram) == text["cycles"]
         assert sum(a * n for a, n in enumerate(histogram)) == text["accepted"]
     # Few, since the embedded drafter is small and most of these prompts are not what it learned.
-    assert sum(t["accepted"] for t in texts["dflash"]) >= 15
-    assert sum(t["cycles"] for t in texts["dflash"]) >= 100
+    assert sum(t["accepted"] for t in texts["dflash"]) >= 6
+    assert sum(t["cycles"] for t in texts["dflash"]) >= 80
+
+
+def test_the_embedded_drafter_agrees_with_the_target(texts):
+    # Measured 1.39; with the taps in reverse order 1.11, as good as no agreement.
+    assert texts["learned"][0]["tokens_per_cycle"] > 1.3

@@ -11,6 +11,7 @@ from dflash_mlx.layers.rope import Rope, proportional_rope, rope_from_config, ro
 from dflash_mlx.models.config import (
     flag,
     malformed,
+    object_of,
     positive_float,
     positive_int,
     refuse,
@@ -78,12 +79,7 @@ class Gemma4Config:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a multimodal config, or the config of a text model itself."""
-    if "text_config" not in config:
-        return config
-    text = config["text_config"]
-    if not isinstance(text, Mapping):
-        raise CheckpointError("The config's text_config is no object; correct config.json.")
-    return text
+    return object_of(config, "text_config") or config
 
 
 def tied(config: Mapping[str, Any]) -> bool:
@@ -235,11 +231,17 @@ def _head_sizes(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, in
     return sizes["head_dim"], sizes["num_key_value_heads"]
 
 
-def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
+def rope_parameters(text: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The rotary settings of one kind of layer."""
     parameters = text.get("rope_parameters") or _ROPE_DEFAULTS
     own = parameters.get(kind) if isinstance(parameters, Mapping) else None
     if not isinstance(own, Mapping):
         malformed("rope_parameters", parameters, f"an object with one for {kind}")
+    return own
+
+
+def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
+    own = rope_parameters(text, kind)
     if rope_type(own) == "proportional":
         return proportional_rope(own, head_dim)
     return rope_from_config({"rope_parameters": own}, head_dim)

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from dflash_mlx.errors import UsageError
 from dflash_mlx.layers.rope import rope_scaling, rope_theta, rope_type
+from dflash_mlx.models import gemma4_config
 from dflash_mlx.models.base import Target
 from dflash_mlx.tokenizer import Tokenizer
 from dflash_mlx.train.start import target_layers
@@ -168,7 +169,9 @@ def _heads(attention: Any, text: Mapping[str, Any], hidden: int) -> tuple[int, i
     """Query heads, K/V heads and their size, as the target's last attention layer has them."""
     if attention is not None and hasattr(attention, "heads"):
         heads, kv_heads = int(attention.heads), int(attention.kv_heads)
-        return heads, kv_heads, round(attention.scale**-2)
+        # Gemma's attention has norms and no scale, Llama's a scale and no norms.
+        norm = getattr(attention, "q_norm", None)
+        return heads, kv_heads, norm.weight.size if norm else round(attention.scale**-2)
     heads = int(text["num_attention_heads"])
     dim = int(text.get("head_dim") or hidden // heads)
     return heads, int(text.get("num_key_value_heads") or heads), dim
@@ -184,7 +187,10 @@ def _intermediate(target: Target) -> int:
 
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = rope_scaling(text)
+    if str(text.get("model_type")).startswith("gemma4"):  # states one for each kind of layer
+        scaling = dict(gemma4_config.rope_parameters(text, gemma4_config.FULL))
+    else:
+        scaling = rope_scaling(text)
     theta = float(rope_theta(text, scaling))
     kind = rope_type(scaling)
     if kind not in _ROPES:
