@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import sys
 from collections.abc import Iterator
@@ -40,12 +41,15 @@ def row_invariant_blas() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if mx.metal.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an Apple GPU; MLX has no Metal device here")
+    missing = {}
+    if not mx.metal.is_available():
+        missing["metal"] = "needs an Apple GPU; MLX has no Metal device here"
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        missing["metal_cpu"] = "runs Metal kernels on an x86-64 Linux CPU"
     for item in items:
-        if item.get_closest_marker("metal"):
-            item.add_marker(skip)
+        for name, reason in missing.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
