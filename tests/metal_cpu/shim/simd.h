@@ -92,9 +92,9 @@ template <class T, int R, int C> simdgroup_matrix<T, R, C> make_filled_simdgroup
     return simdgroup_matrix<T, R, C>(x);
 }
 
-inline uint matrix_row(uint lane) { return (lane / 4 & 4) + lane / 2 % 4; }
-inline uint matrix_column(uint lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
-constexpr uint matrix_lane(uint row, uint column) {
+inline uint element_row(uint lane) { return (lane / 4 & 4) + lane / 2 % 4; }
+inline uint element_column(uint lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
+constexpr uint element_lane(uint row, uint column) {
     return (row & 4) << 2 | (column & 4) << 1 | (row & 3) << 1 | (column >> 1 & 1);
 }
 
@@ -120,7 +120,7 @@ UNSEEN inline void require_uniform(uintptr_t at, ulong stride, int line, int col
     void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const SPACE T* from, ulong stride = 8,           \
                         ulong2 origin = ulong2(0), bool transpose = false, HERE) {                     \
         REQUIRE_UNIFORM;                                                                               \
-        uint lane = msl_current()->lane, row = matrix_row(lane), col = matrix_column(lane);            \
+        uint lane = msl_current()->lane, row = element_row(lane), col = element_column(lane);            \
         from += origin.y * stride + origin.x;                                                          \
         m.pair.x = transpose ? from[col * stride + row] : from[row * stride + col];                    \
         m.pair.y = transpose ? from[(col + 1) * stride + row] : from[row * stride + col + 1];          \
@@ -129,7 +129,7 @@ UNSEEN inline void require_uniform(uintptr_t at, ulong stride, int line, int col
     void simdgroup_store(simdgroup_matrix<T, 8, 8> m, SPACE T* from, ulong stride = 8,                 \
                          ulong2 origin = ulong2(0), bool transpose = false, HERE) {                    \
         REQUIRE_UNIFORM;                                                                               \
-        uint lane = msl_current()->lane, row = matrix_row(lane), col = matrix_column(lane);            \
+        uint lane = msl_current()->lane, row = element_row(lane), col = element_column(lane);            \
         from += origin.y * stride + origin.x;                                                          \
         from[transpose ? col * stride + row : row * stride + col] = m.pair.x;                          \
         from[transpose ? (col + 1) * stride + row : row * stride + col + 1] = m.pair.y;                \
@@ -137,26 +137,28 @@ UNSEEN inline void require_uniform(uintptr_t at, ulong stride, int line, int col
 MATRIX_MEMORY(device)
 MATRIX_MEMORY(threadgroup)
 
-template <class D, class A, class B, class C>
-UNSEEN void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                          simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c, HERE) {
+// Sums in float, rounded once; Metal mixes no element types.
+template <class T>
+UNSEEN void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<T, 8, 8> a,
+                                          simdgroup_matrix<T, 8, 8> b, simdgroup_matrix<T, 8, 8> c, HERE) {
     struct Pairs {
-        vec<float, 2> a, b;
+        float2 a, b;
     } mine = {__builtin_convertvector(a.pair, float2), __builtin_convertvector(b.pair, float2)};
-    uint lane = msl_current()->lane, row = matrix_row(lane), col = matrix_column(lane);
+    uint lane = msl_current()->lane, row = element_row(lane), col = element_column(lane);
     const msl_posts* posts = gather(mine, line, column);
     if (posts->mask != 0xFFFFFFFFu) msl_fail("simdgroup matrix of an incomplete simdgroup", line);
     float2 sum = __builtin_convertvector(c.pair, float2);
     for (uint k = 0; k < 8; k += 2) {
-        const Pairs* left = (const Pairs*)posts->values[matrix_lane(row, k)];
+        const Pairs* left = (const Pairs*)posts->values[element_lane(row, k)];
         for (uint j = 0; j < 2; j++)
-            sum += left->a[j] * ((const Pairs*)posts->values[matrix_lane(k + j, col)])->b;
+            sum += left->a[j] * ((const Pairs*)posts->values[element_lane(k + j, col)])->b;
     }
-    d.pair = __builtin_convertvector(sum, vec<D, 2>);
+    d.pair = __builtin_convertvector(sum, vec<T, 2>);
 }
-template <class D, class A, class B>
-void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b, HERE) {
-    simdgroup_multiply_accumulate(d, a, b, simdgroup_matrix<D, 8, 8>(D(0)), line, column);
+template <class T>
+void simdgroup_multiply(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<T, 8, 8> a,
+                        simdgroup_matrix<T, 8, 8> b, HERE) {
+    simdgroup_multiply_accumulate(d, a, b, simdgroup_matrix<T, 8, 8>(T(0)), line, column);
 }
 }  // namespace metal
 using namespace metal;

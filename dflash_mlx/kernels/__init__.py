@@ -1,0 +1,18 @@
+"""Operations with a Metal kernel each and a twin in MLX's operations; see metal/README.md.
+
+backend decides between the two. The callers see one function an operation.
+"""
+
+from dflash_mlx.kernels.attention import Rows, Sight, block_attention, block_mask
+from dflash_mlx.kernels.matmul import rows_matmul
+from dflash_mlx.kernels.projection import HeadProjection, context_projection
+
+__all__ = [
+    "HeadProjection",
+    "Rows",
+    "Sight",
+    "block_attention",
+    "block_mask",
+    "context_projection",
+    "rows_matmul",
+]

@@ -1,0 +1,165 @@
+"""Attention of a block's rows to the rows before it and to the block, without joining the two."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.kernels import backend
+from dflash_mlx.kernels.source import constant, kernel
+
+OPERATION = "block_attention"
+# More rows, as in prefill, fill MLX's own kernels.
+MAX_ROWS = 32
+MAX_HEAD = 256  # query and sums of eight rows stay in registers
+SPLIT_KEYS = 256  # keys a threadgroup walks; a multiple of every tile
+MAX_SPLITS = 64  # beyond, splits grow: their partial results are memory traffic
+TILE_BYTES = 16384  # of threadgroup memory
+_ARRAYS = ("queries", "keys", "values", "block_keys", "block_values", "sinks")
+_NAMES = (*_ARRAYS, "scale", "origin", "split_keys")
+
+
+class Sight(NamedTuple):
+    """Which keys a query at p sees: j <= p if causal, and with a window W those with |p - j| < W."""
+
+    causal: bool
+    window: int | None = None
+
+
+class Rows(NamedTuple):
+    """Keys and values [1, Hkv, N, D]; a row's D elements are neighbours in memory."""
+
+    keys: mx.array
+    values: mx.array
+
+
+def block_attention(
+    queries: mx.array,
+    context: Rows | None,
+    block: Rows,
+    *,
+    scale: float,
+    sight: Sight,
+    position: int,
+    sinks: mx.array | None = None,
+    joined: Rows | None = None,
+) -> mx.array:
+    """Queries [1, Hq, R, D] of the block at `position` over context and block: [1, R, Hq·D].
+
+    `context` are the rows right before the block, `block` the block's own R. `joined` may give both
+    as one array where the caller has it; sinks [Hq] are logits without a value.
+    """
+    rows, dim = queries.shape[2], queries.shape[3]
+
+    def twin() -> list[mx.array]:
+        whole = joined or _join(context, block)
+        return [_operations(queries, whole, scale, sight, sinks)]
+
+    fits = 1 < rows <= MAX_ROWS and dim % 8 == 0 and dim <= MAX_HEAD
+    if not fits or not backend.is_active(OPERATION):
+        return twin()[0]
+    kv_heads, dtype = block.keys.shape[1], queries.dtype
+    variant = (dim, queries.shape[1], kv_heads, sight, str(dtype), sinks is None, context is None)
+    return backend.run(
+        OPERATION,
+        variant,
+        lambda: [_launch(queries, context, block, scale, sight, position, sinks)],
+        twin,
+    )[0]
+
+
+def block_mask(rows: int, visible: int, sight: Sight) -> mx.array | str | None:
+    """The attention mask of a block of `rows` behind `visible` rows; None: everything is seen."""
+    if sight.window is None or visible + rows <= sight.window:
+        return "causal" if sight.causal and rows > 1 else None
+    return _window_mask(rows, visible, sight)
+
+
+# Few, since the mask of a prefill chunk has some hundred kB; blocks of a full window share one.
+@lru_cache(maxsize=16)
+def _window_mask(rows: int, visible: int, sight: Sight) -> mx.array:
+    """[rows, visible + rows] bool. From numpy, so that it is evaluated and any thread may use it."""
+    assert sight.window is not None
+    behind = visible + np.arange(rows)[:, None] - np.arange(visible + rows)[None]
+    nearest = 0 if sight.causal else 1 - sight.window
+    return mx.array((behind < sight.window) & (behind >= nearest))
+
+
+def _join(context: Rows | None, block: Rows) -> Rows:
+    if context is None:
+        return block
+    return Rows(*(mx.concatenate(pair, axis=2) for pair in zip(context, block, strict=True)))
+
+
+def _operations(
+    queries: mx.array, whole: Rows, scale: float, sight: Sight, sinks: mx.array | None
+) -> mx.array:
+    rows = queries.shape[2]
+    mask = block_mask(rows, whole.keys.shape[2] - rows, sight)
+    out = mx.fast.scaled_dot_product_attention(
+        queries, whole.keys, whole.values, scale=scale, mask=mask, sinks=sinks
+    )
+    return out.transpose(0, 2, 1, 3).reshape(1, rows, -1)
+
+
+def _launch(
+    queries: mx.array,
+    context: Rows | None,
+    block: Rows,
+    scale: float,
+    sight: Sight,
+    position: int,
+    sinks: mx.array | None,
+    split: int | None = None,
+) -> mx.array:
+    _, heads, rows, dim = queries.shape
+    kv_heads, dtype = block.keys.shape[1], queries.dtype
+    group = heads // kv_heads
+    before = 0 if context is None else context.keys.shape[2]
+    origin, total = position - before, before + rows
+    split = split or split_keys(total)
+    splits = -(-(origin + total) // split) - origin // split
+    simds = min(8, max(4, -(-group * rows // 8)))
+    shared: list[tuple[str, Any]] = [("D", dim), ("GROUP", group), ("KV_HEADS", kv_heads)]
+    shared.append(("SINKS", sinks is not None))
+    partial = splits > 1
+    sinks = queries if sinks is None else sinks
+    (out,) = kernel(OPERATION, _NAMES, ("out",))(
+        inputs=[queries, *(context or block), *block, sinks]
+        + [constant(scale), mx.array(origin), constant(split)],
+        template=[
+            *(("T", dtype), ("O", mx.float32 if partial else dtype), *shared),
+            *(("TILE", _tile(dim, dtype)), ("CAUSAL", sight.causal)),
+            *(("WINDOW", sight.window or 0), ("CONTEXT", context is not None)),
+            ("PARTIAL", partial),
+        ],
+        grid=(splits * simds * 32, kv_heads, -(-group * rows // (8 * simds))),
+        threadgroup=(simds * 32, 1, 1),
+        output_shapes=[
+            (splits, kv_heads, group * rows, dim + 2) if partial else (rows, heads, dim)
+        ],
+        output_dtypes=[mx.float32 if partial else dtype],
+    )
+    if partial:
+        (out,) = kernel("attention_combine", ("partial", "sinks"), ("out",))(
+            inputs=[out, sinks],
+            template=[("T", dtype), *shared],
+            grid=(32, heads * rows, 1),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(rows, heads, dim)],
+            output_dtypes=[dtype],
+        )
+    return out.reshape(1, rows, heads * dim)
+
+
+def split_keys(total: int) -> int:
+    """Keys a split, so that there are at most about MAX_SPLITS."""
+    return SPLIT_KEYS * max(1, -(-total // (SPLIT_KEYS * MAX_SPLITS)))
+
+
+def _tile(dim: int, dtype: mx.Dtype) -> int:
+    """Keys a tile: a power of two that fits threadgroup memory, so that it divides the splits."""
+    return 32 if 32 * dim * dtype.size <= TILE_BYTES else 16

@@ -1,0 +1,115 @@
+"""Whether an operation runs as a Metal kernel or as its twin in MLX's operations, and why.
+
+A kernel is trusted only after its first result on the arrays at hand agreed with the twin's.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from dflash_mlx.errors import UsageError
+
+VARIABLE = "DFLASH_KERNELS"
+# Largest difference to the twin, relative to the twin's largest element. Sums are ordered otherwise
+# in kernels, and 16-bit twins round between their operations.
+TOLERANCE = {mx.float32: 2e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}
+
+
+class Choice(NamedTuple):
+    """Kernels or operations for this process."""
+
+    metal: bool
+    reason: str
+
+
+@cache
+def choice() -> Choice:
+    """Decided once; DFLASH_KERNELS=ops forces the operations. UsageError for another value."""
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in ("auto", "ops"):
+        raise UsageError(f"{VARIABLE} is {wanted!r}. Set it to auto or to ops.")
+    if wanted == "ops":
+        return Choice(False, f"{VARIABLE}=ops asks for MLX's operations.")
+    if not mx.metal.is_available():
+        return Choice(False, "MLX has no Metal device here.")
+    return Choice(True, "MLX has a Metal device.")
+
+
+_trusted: set[tuple[str, Hashable]] = set()
+_rejected: dict[str, str] = {}  # operation -> why
+
+
+def is_active(operation: str) -> bool:
+    """Whether `operation` would run as a kernel now: on Metal, on the GPU, and not rejected."""
+    return choice().metal and _on_gpu() and operation not in _rejected
+
+
+def _on_gpu() -> bool:
+    return mx.default_device() == mx.gpu
+
+
+def run(
+    operation: str,
+    variant: Hashable,
+    kernel: Callable[[], Sequence[mx.array]],
+    twin: Callable[[], Sequence[mx.array]],
+) -> Sequence[mx.array]:
+    """The kernel's arrays, or the twin's where the kernel is not active or has failed.
+
+    `variant` tells apart what compiles to different code; each is checked at its first use.
+    """
+    if not is_active(operation):
+        return twin()
+    if (operation, variant) in _trusted:
+        return kernel()
+    expected = twin()
+    try:
+        found = kernel()
+        mx.eval(found)
+    except (RuntimeError, ValueError) as error:
+        return _reject(operation, f"it does not run here: {error}", expected)
+    for got, want in zip(found, expected, strict=True):
+        if (gap := difference(got, want)) > TOLERANCE[want.dtype]:
+            return _reject(operation, f"it differs from MLX's operations by {gap:.2g}", expected)
+    _trusted.add((operation, variant))
+    return found
+
+
+def difference(got: mx.array, want: mx.array) -> float:
+    """Largest difference relative to the largest expected element; infinite where one is NaN."""
+    got, want = got.astype(mx.float32), want.astype(mx.float32)
+    gap = (mx.abs(got - want).max() / mx.maximum(mx.abs(want).max(), 1e-20)).item()
+    return float("inf") if gap != gap else float(gap)
+
+
+def _reject(operation: str, reason: str, expected: Sequence[mx.array]) -> Sequence[mx.array]:
+    _rejected[operation] = reason
+    warnings.warn(
+        f"The Metal kernel {operation} is not used: {reason}. MLX's own operations answer instead; "
+        f"set {VARIABLE}=ops to leave all kernels out.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return expected
+
+
+def status() -> str:
+    """One line for people: what runs as kernels, what does not, and why."""
+    if not choice().metal:
+        return f"MLX's operations: {choice().reason}"
+    used = sorted({operation for operation, _ in _trusted} - set(_rejected))
+    parts = [f"Metal kernels: {', '.join(used) or 'none used yet'}"]
+    parts += [f"{name} not used, {reason}" for name, reason in sorted(_rejected.items())]
+    return "; ".join(parts)
+
+
+def forget() -> None:
+    """Forget what was checked and rejected."""
+    _trusted.clear()
+    _rejected.clear()
