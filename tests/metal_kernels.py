@@ -1,4 +1,4 @@
-"""For tests: the package's kernels run on the CPU harness, and errors are judged against float64."""
+"""For tests: the package's kernels on the CPU harness, their errors judged against float64."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from metal_cpu import SCHEDULES, Mode
 from metal_kernels import ROUNDING, assert_near, exact, kernels_on_cpu, launches, random
 
 from dflash_mlx.cache import KVCache, WindowCache
-from dflash_mlx.kernels import Rows, Sight, attention, block_attention
+from dflash_mlx.kernels import Rows, Sight, Surroundings, attention, block_attention, block_mask
 
 pytestmark = pytest.mark.metal_cpu
 
@@ -79,7 +79,7 @@ def _check(
     given["sinks"] = random((heads,), dtype, 6) if sinks else None
     at = context if position is None else position
     with kernels_on_cpu() as made:
-        found = block_attention(queries, before, block, position=at, **given)
+        found = block_attention(queries, Surroundings(before, block), position=at, **given)
     assert launches(made)["block_attention"] == 1
     want, size = _reference(queries, before, block, **given)
     assert_near(found[0], want, size)
@@ -148,17 +148,14 @@ def test_views_of_real_caches(window: int | None) -> None:
             cache.commit(cache.pending)
         new = [random((1, 2, written, 64), mx.float32, 10 * step + i) for i in (0, 1)]
         joined = Rows(*cache.write(*new))
-    context = Rows(*(part[:, :, :-rows] for part in joined))
-    block = Rows(*(part[:, :, -rows:] for part in joined))
+    around = Surroundings(joined=joined)
     queries = random((1, 4, rows, 64), mx.float32, 99)
     given: dict[str, Any] = {"scale": 0.125, "sight": sight}
-    twin = block_attention(
-        queries, context, block, position=cache.length, joined=joined, **given
-    )
+    twin = block_attention(queries, around, position=cache.length, **given)
     with kernels_on_cpu(trusted=False) as made:
-        found = block_attention(queries, context, block, position=cache.length, **given)
+        found = block_attention(queries, around, position=cache.length, **given)
     assert launches(made)["block_attention"] == 1
-    want, size = _reference(queries, context, block, sinks=None, **given)
+    want, size = _reference(queries, *around.apart(rows), sinks=None, **given)
     assert_near(found[0], want, size)
     assert_near(twin[0], want, size)
 
@@ -194,7 +191,9 @@ def test_every_schedule_gives_the_same_bits() -> None:
     for schedule in SCHEDULES:
         with kernels_on_cpu(Mode.FAST, schedule):
             results.append(
-                block_attention(queries, before, block, scale=0.125, sight=CAUSAL, position=280)
+                block_attention(
+                    queries, Surroundings(before, block), scale=0.125, sight=CAUSAL, position=280
+                )
             )
     assert all(mx.array_equal(found, results[0]) for found in results)
 
@@ -203,16 +202,41 @@ def test_every_schedule_gives_the_same_bits() -> None:
 def test_shapes_for_mlx_own_kernels_go_to_the_twin(rows: int, dim: int) -> None:
     queries, before, block = _inputs(1, 1, dim, rows, 9, mx.float32)
     with kernels_on_cpu() as made:
-        found = block_attention(queries, before, block, scale=0.1, sight=CAUSAL, position=9)
+        found = block_attention(
+            queries, Surroundings(before, block), scale=0.1, sight=CAUSAL, position=9
+        )
     assert made == []
     want, size = _reference(queries, before, block, 0.1, CAUSAL, None)
     assert_near(found[0], want, size)
 
 
-def test_the_twin_of_a_joined_array_copies_nothing_together() -> None:
+def test_apart_and_together_are_the_same_rows() -> None:
     queries, before, block = _inputs(2, 1, 64, 4, 11, mx.float32)
-    assert before is not None
-    joined = Rows(*(mx.concatenate(pair, axis=2) for pair in zip(before, block, strict=True)))
+    apart = Surroundings(before, block)
+    joined = Surroundings(joined=apart.together())
     given: dict[str, Any] = {"scale": 0.125, "sight": CAUSAL, "position": 11}
-    apart = block_attention(queries, before, block, **given)
-    assert mx.array_equal(apart, block_attention(queries, before, block, joined=joined, **given))
+    results = [block_attention(queries, around, **given) for around in (apart, joined)]
+    with kernels_on_cpu(Mode.FAST):
+        kernels = [block_attention(queries, around, **given) for around in (apart, joined)]
+    assert mx.array_equal(*results)
+    assert mx.array_equal(*kernels)
+    assert joined.apart(11 + 4)[0] is None
+
+
+def test_block_mask_by_brute_force() -> None:
+    for window in (None, 1, 3, 6, 20):
+        for context in (0, 2, 5, 11):
+            visible = context if window is None else min(context, window - 1)
+            for causal in (False, True):
+                mask = block_mask(4, visible, Sight(causal, window))
+                for row in range(4):
+                    for column in range(visible + 4):
+                        p, j = context + row, context - visible + column
+                        near = window is None or abs(p - j) < window
+                        want = near and (j <= p or not causal)
+                        if mask is None:
+                            assert want
+                        elif isinstance(mask, str):
+                            assert want == (j <= p)
+                        else:
+                            assert mask[row, column].item() is want

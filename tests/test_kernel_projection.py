@@ -26,11 +26,23 @@ def _heads(
     bits: int = 0,
     bias: bool = False,
 ) -> HeadProjection:
-    norm = nn.RMSNorm(hidden, eps=1e-3)
-    norm.weight = 1 + random((hidden,), dtype, 1, 0.3)
     joined = linear_layer(2 * layers * kv_heads * dim, hidden, dtype, bits, 32, bias)
     head_norms = 1 + random((layers, dim), dtype, 2, 0.3)
-    return HeadProjection(norm, joined, head_norms, 2e-3, kv_heads)
+    return HeadProjection(joined, head_norms, 2e-3, kv_heads)
+
+
+def _norm(heads: HeadProjection) -> nn.RMSNorm:
+    """A norm of the fused features that fits the projection."""
+    hidden = dense(heads.joined).shape[1]
+    norm = nn.RMSNorm(hidden, eps=1e-3)
+    norm.weight = 1 + random((hidden,), heads.head_norms.dtype, 1, 0.3)
+    return norm
+
+
+def _project(
+    fused: mx.array, heads: HeadProjection, rope: Rope, position: int
+) -> tuple[mx.array, mx.array]:
+    return context_projection(fused, _norm(heads), heads, rope, position)
 
 
 def _rope(dim: int, kind: str) -> Rope:
@@ -46,9 +58,9 @@ def _reference(
     fused: mx.array, heads: HeadProjection, rope: Rope, position: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Keys and values in float64 as [layers, Hkv, S, D], and the size of the sums behind them."""
-    x, weights = exact(fused[0]), dense(heads.joined)
-    rms = np.sqrt((x**2).mean(axis=-1, keepdims=True) + heads.norm.eps)
-    x = x / rms * exact(heads.norm.weight)
+    x, weights, norm = exact(fused[0]), dense(heads.joined), _norm(heads)
+    rms = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
+    x = x / rms * exact(norm.weight)
     bias = exact(heads.joined.bias) if "bias" in heads.joined else np.zeros(len(weights))
     layers, dim = heads.head_norms.shape
     shape = (len(x), 2, layers, heads.kv_heads, dim)
@@ -75,9 +87,9 @@ def _reference(
 def _check(
     heads: HeadProjection, rows: int, rope: Rope, position: int, dtype: mx.Dtype = mx.float32
 ) -> None:
-    fused = random((1, rows, heads.norm.weight.shape[0]), dtype, 7)
+    fused = random((1, rows, _norm(heads).weight.shape[0]), dtype, 7)
     with kernels_on_cpu() as made:
-        found = context_projection(fused, heads, rope, position)
+        found = _project(fused, heads, rope, position)
     assert launches(made) == {"context_projection": 1}
     for got, want, size in zip(found, *_reference(fused, heads, rope, position), strict=True):
         assert_near(got, want, size)
@@ -111,9 +123,9 @@ def test_odd_sizes(rows: int, hidden: int, dim: int) -> None:
 def test_the_twin_agrees_far_into_a_sequence(kind: str) -> None:
     heads, rope = _heads(2, 2, 64, 64, mx.float32, bias=True), _rope(64, kind)
     fused = random((1, 4, 64), mx.float32, 8)
-    twin = context_projection(fused, heads, rope, 5000)
+    twin = _project(fused, heads, rope, 5000)
     with kernels_on_cpu(trusted=False) as made:
-        found = context_projection(fused, heads, rope, 5000)
+        found = _project(fused, heads, rope, 5000)
     assert launches(made) == {"context_projection": 1}
     for got, want in zip(found, twin, strict=True):
         # An angle of 5000 has half a thousandth of rounding in float32.
@@ -124,19 +136,19 @@ def test_rows_have_the_same_bits_in_any_company_and_schedule() -> None:
     heads, rope = _heads(1, 2, 64, 72, mx.bfloat16), _rope(64, "theta")
     fused = random((1, 16, 72), mx.float32, 9)
     with kernels_on_cpu(Mode.FAST):
-        whole = context_projection(fused, heads, rope, 30)
+        whole = _project(fused, heads, rope, 30)
         for first, last in ((0, 1), (3, 8), (5, 16), (15, 16)):
-            part = context_projection(fused[:, first:last], heads, rope, 30 + first)
+            part = _project(fused[:, first:last], heads, rope, 30 + first)
             for got, want in zip(part, whole, strict=True):
                 assert mx.array_equal(got, want[:, :, first:last])
     for schedule in SCHEDULES:
         with kernels_on_cpu(Mode.FAST, schedule):
-            for got, want in zip(context_projection(fused, heads, rope, 30), whole, strict=True):
+            for got, want in zip(_project(fused, heads, rope, 30), whole, strict=True):
                 assert mx.array_equal(got, want)
 
 
 def test_a_head_that_fits_no_threadgroup_goes_to_the_twin() -> None:
     heads = _heads(1, 1, 12, 32, mx.float32)
     with kernels_on_cpu() as made:
-        context_projection(random((1, 2, 32), mx.float32, 3), heads, _rope(12, "theta"), 0)
+        _project(random((1, 2, 32), mx.float32, 3), heads, _rope(12, "theta"), 0)
     assert made == []

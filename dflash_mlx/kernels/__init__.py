@@ -3,7 +3,8 @@
 backend decides between the two. The callers see one function an operation.
 """
 
-from dflash_mlx.kernels.attention import Rows, Sight, block_attention, block_mask
+from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention, block_mask
+from dflash_mlx.kernels.backend import kernels_active, status
 from dflash_mlx.kernels.matmul import rows_matmul
 from dflash_mlx.kernels.projection import HeadProjection, context_projection
 
@@ -11,8 +12,11 @@ __all__ = [
     "HeadProjection",
     "Rows",
     "Sight",
+    "Surroundings",
     "block_attention",
     "block_mask",
     "context_projection",
+    "kernels_active",
     "rows_matmul",
+    "status",
 ]

@@ -23,7 +23,7 @@ _NAMES = (*_ARRAYS, "scale", "origin", "split_keys")
 
 
 class Sight(NamedTuple):
-    """Which keys a query at p sees: j <= p if causal, and with a window W those with |p - j| < W."""
+    """Which keys a query at p sees: j <= p if causal; of a window W those with |p - j| < W."""
 
     causal: bool
     window: int | None = None
@@ -36,33 +36,66 @@ class Rows(NamedTuple):
     values: mx.array
 
 
+class Surroundings(NamedTuple):
+    """What a block's R queries attend to: `joined`, or `context` (None: nothing) and `block`.
+
+    The block's own R rows are the last of `joined`; the context are the rows right before them.
+    """
+
+    context: Rows | None = None
+    block: Rows | None = None
+    joined: Rows | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        rows = self.joined or self.block
+        assert rows is not None
+        return rows.keys.shape[1]
+
+    def apart(self, rows: int) -> tuple[Rows | None, Rows]:
+        """Context and block, views of `joined` if that is what there is."""
+        if self.joined is None:
+            assert self.block is not None
+            return self.context, self.block
+        before = self.joined.keys.shape[2] - rows
+        own = Rows(*(part[:, :, before:] for part in self.joined))
+        return Rows(*(part[:, :, :before] for part in self.joined)) if before else None, own
+
+    def together(self) -> Rows:
+        """`joined`, made if need be."""
+        if self.joined is not None:
+            return self.joined
+        assert self.block is not None
+        if self.context is None:
+            return self.block
+        pairs = zip(self.context, self.block, strict=True)
+        return Rows(*(mx.concatenate(pair, axis=2) for pair in pairs))
+
+
 def block_attention(
     queries: mx.array,
-    context: Rows | None,
-    block: Rows,
+    around: Surroundings,
     *,
     scale: float,
     sight: Sight,
     position: int,
     sinks: mx.array | None = None,
-    joined: Rows | None = None,
 ) -> mx.array:
-    """Queries [1, Hq, R, D] of the block at `position` over context and block: [1, R, Hq·D].
+    """Queries [1, Hq, R, D] of a block at `position` over what is around: [1, R, Hq·D].
 
-    `context` are the rows right before the block, `block` the block's own R. `joined` may give both
-    as one array where the caller has it; sinks [Hq] are logits without a value.
+    sinks [Hq]: logits that take part in the softmax and have no value.
     """
     rows, dim = queries.shape[2], queries.shape[3]
 
     def twin() -> list[mx.array]:
-        whole = joined or _join(context, block)
-        return [_operations(queries, whole, scale, sight, sinks)]
+        return [_operations(queries, around.together(), scale, sight, sinks)]
 
     fits = 1 < rows <= MAX_ROWS and dim % 8 == 0 and dim <= MAX_HEAD
     if not fits or not backend.is_active(OPERATION):
         return twin()[0]
-    kv_heads, dtype = block.keys.shape[1], queries.dtype
-    variant = (dim, queries.shape[1], kv_heads, sight, str(dtype), sinks is None, context is None)
+    context, block = around.apart(rows)
+    shape = (dim, queries.shape[1], around.kv_heads, context is None)
+    variant = (*shape, sight, str(queries.dtype), sinks is None)
     return backend.run(
         OPERATION,
         variant,
@@ -81,17 +114,11 @@ def block_mask(rows: int, visible: int, sight: Sight) -> mx.array | str | None:
 # Few, since the mask of a prefill chunk has some hundred kB; blocks of a full window share one.
 @lru_cache(maxsize=16)
 def _window_mask(rows: int, visible: int, sight: Sight) -> mx.array:
-    """[rows, visible + rows] bool. From numpy, so that it is evaluated and any thread may use it."""
+    """[rows, visible + rows] bool. From numpy: it is evaluated, and every thread may use it."""
     assert sight.window is not None
     behind = visible + np.arange(rows)[:, None] - np.arange(visible + rows)[None]
     nearest = 0 if sight.causal else 1 - sight.window
     return mx.array((behind < sight.window) & (behind >= nearest))
-
-
-def _join(context: Rows | None, block: Rows) -> Rows:
-    if context is None:
-        return block
-    return Rows(*(mx.concatenate(pair, axis=2) for pair in zip(context, block, strict=True)))
 
 
 def _operations(
@@ -128,8 +155,10 @@ def _launch(
     partial = splits > 1
     sinks = queries if sinks is None else sinks
     (out,) = kernel(OPERATION, _NAMES, ("out",))(
-        inputs=[queries, *(context or block), *block, sinks]
-        + [constant(scale), mx.array(origin), constant(split)],
+        inputs=[
+            *(queries, *(context or block), *block, sinks),
+            *(constant(scale), mx.array(origin), constant(split)),
+        ],
         template=[
             *(("T", dtype), ("O", mx.float32 if partial else dtype), *shared),
             *(("TILE", _tile(dim, dtype)), ("CAUSAL", sight.causal)),

@@ -45,9 +45,14 @@ _trusted: set[tuple[str, Hashable]] = set()
 _rejected: dict[str, str] = {}  # operation -> why
 
 
+def kernels_active() -> bool:
+    """Whether operations run as kernels now: Metal is chosen and the default device a GPU."""
+    return choice().metal and _on_gpu()
+
+
 def is_active(operation: str) -> bool:
-    """Whether `operation` would run as a kernel now: on Metal, on the GPU, and not rejected."""
-    return choice().metal and _on_gpu() and operation not in _rejected
+    """Whether `operation` would run as a kernel now: it was not rejected either."""
+    return kernels_active() and operation not in _rejected
 
 
 def _on_gpu() -> bool:

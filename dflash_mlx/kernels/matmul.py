@@ -18,7 +18,7 @@ _INPUTS = ("x", "weights", "scales", "biases", "bias")
 
 
 class Weights(NamedTuple):
-    """A linear layer as the kernels see it; unquantized layers have bits 0 and stand in for scales."""
+    """A linear layer as kernels see it. Not quantized: bits is 0, and scales are the weights."""
 
     weights: mx.array
     scales: mx.array
@@ -68,8 +68,8 @@ def weights_of(linear: nn.Module) -> Weights | None:
 def rows_matmul(x: mx.array, linear: nn.Module, dtype: mx.Dtype | None = None) -> mx.array:
     """linear(x) for [1, S, K] -> [1, S, N].
 
-    The kernel, for up to MAX_ROWS rows, sums in float32 and gives `dtype` (by default x's), the same
-    bits for a row whatever rows are beside it; the twin gives the layer's own type.
+    The kernel, for up to MAX_ROWS rows, sums in float32 and gives `dtype` (by default x's), with
+    the same bits for a row whatever rows are beside it; the twin gives the layer's own type.
     """
     rows = x.shape[1]
     found = weights_of(linear) if rows <= MAX_ROWS and backend.is_active(OPERATION) else None

@@ -31,12 +31,11 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class HeadProjection:
-    """k_proj and v_proj of several layers as one, and the norms around them.
+    """k_proj and v_proj of several layers as one, and the norm of their keys.
 
     `joined` has first the key rows of all layers, then the value rows.
     """
 
-    norm: nn.RMSNorm  # of the fused features
     joined: nn.Module
     head_norms: mx.array  # [layers, D]
     head_eps: float
@@ -49,13 +48,16 @@ class HeadProjection:
 
 
 def context_projection(
-    fused: mx.array, heads: HeadProjection, rope: Rotation, position: int
+    fused: mx.array, norm: nn.RMSNorm, heads: HeadProjection, rope: Rotation, position: int
 ) -> tuple[mx.array, mx.array]:
-    """fc's output [1, S, H] at positions position .. -> keys, values, each [layers, Hkv, S, D]."""
+    """fc's output [1, S, H] at positions position .. -> keys, values, each [layers, Hkv, S, D].
+
+    `norm` is that of the fused features.
+    """
     rows = fused.shape[1]
 
     def twin() -> list[mx.array]:
-        return _operations(fused, heads, rope, position)
+        return _operations(fused, norm, heads, rope, position)
 
     found = None
     if rows <= MAX_ROWS and backend.is_active(OPERATION):
@@ -65,7 +67,7 @@ def context_projection(
     else:
         variant = (*map(str, found.template), str(fused.dtype), rows > 8, heads.heads, rope.dims)
         keys, values = backend.run(
-            OPERATION, variant, lambda: _launch(fused, found, heads, rope, position), twin
+            OPERATION, variant, lambda: _launch(fused, found, norm, heads, rope, position), twin
         )
     return keys, values
 
@@ -84,17 +86,24 @@ def _tiles(dim: int) -> int:
 
 
 def _launch(
-    fused: mx.array, weights: Weights, heads: HeadProjection, rope: Rotation, position: int
+    fused: mx.array,
+    weights: Weights,
+    norm: nn.RMSNorm,
+    heads: HeadProjection,
+    rope: Rotation,
+    position: int,
 ) -> list[mx.array]:
     rows, (layers, dim) = fused.shape[1], heads.head_norms.shape
     tiles, dtype = _tiles(dim), heads.head_norms.dtype
     threads = dim // (8 * tiles) * 32
-    scalars = (heads.norm.eps, heads.head_eps, math.log2(rope.theta or 1.0), rope.magnitude)
+    scalars = (norm.eps, heads.head_eps, math.log2(rope.theta or 1.0), rope.magnitude)
     template: list[tuple[str, Any]] = [("X", fused.dtype), ("T", dtype), *weights.template]
-    template.append(("C", heads.norm.weight.dtype))
+    template.append(("C", norm.weight.dtype))
     keys, values = kernel(OPERATION, (*_NAMES, *_SCALARS), ("keys", "values"))(
-        inputs=[mx.contiguous(fused[0]), *weights.arrays, heads.norm.weight, heads.head_norms]
-        + [rope.periods, *map(constant, map(float, scalars)), mx.array(position)],
+        inputs=[
+            *(mx.contiguous(fused[0]), *weights.arrays, norm.weight, heads.head_norms),
+            *(rope.periods, *map(constant, map(float, scalars)), mx.array(position)),
+        ],
         template=[
             *template,
             *(("D", dim), ("HEADS", heads.heads), ("KV_HEADS", heads.kv_heads)),
@@ -110,10 +119,10 @@ def _launch(
 
 
 def _operations(
-    fused: mx.array, heads: HeadProjection, rope: Rotation, position: int
+    fused: mx.array, norm: nn.RMSNorm, heads: HeadProjection, rope: Rotation, position: int
 ) -> list[mx.array]:
     rows, total, dim = fused.shape[1], heads.heads, heads.head_norms.shape[1]
-    hidden = heads.norm(fused.astype(heads.head_norms.dtype))
+    hidden = norm(fused.astype(heads.head_norms.dtype))
     both = heads.joined(hidden).reshape(1, rows, 2 * total, dim)
     weights = mx.repeat(heads.head_norms, heads.kv_heads, axis=0)  # [layers · Hkv, D]
     keys = mx.fast.rms_norm(both[:, :, :total], None, heads.head_eps) * weights

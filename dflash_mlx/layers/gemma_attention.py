@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.cache import BorrowedCache, KVCache, WindowCache
-from dflash_mlx.layers.attention import causal_mask
+from dflash_mlx.kernels import Rows, Sight, Surroundings, block_attention
 from dflash_mlx.layers.rope import Rope
 from dflash_mlx.segment import Segment, by_segment, rejoin
 
@@ -78,7 +78,6 @@ class GemmaAttention(nn.Module):
         values: mx.array | None = None,
     ) -> mx.array:
         """One segment: [1, T, Hq, D] and twice [1, T, Hkv, D] -> [1, T, Hq·D]."""
-        rows = queries.shape[1]
         queries = self.rope(queries.transpose(0, 2, 1, 3), cache.length)
         if isinstance(cache, BorrowedCache):
             keys, values = cache.read()
@@ -87,6 +86,10 @@ class GemmaAttention(nn.Module):
             assert values is not None
             keys = self.rope(keys.transpose(0, 2, 1, 3), cache.length)
             keys, values = cache.write(keys, values.transpose(0, 2, 1, 3))
-        mask = causal_mask(rows, keys.shape[2], self.window)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
-        return out.transpose(0, 2, 1, 3).reshape(1, rows, -1)
+        return block_attention(
+            queries,
+            Surroundings(joined=Rows(keys, values)),
+            scale=1.0,
+            sight=Sight(True, self.window),
+            position=cache.length,
+        )
