@@ -13,7 +13,7 @@ from dflash_mlx.fast_blas import CHOICE as BLAS
 # isort: split
 import mlx.core as mx
 
-from dflash_mlx import hub, registry
+from dflash_mlx import hub, kernels, registry
 from dflash_mlx.chat import Chat
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
@@ -195,6 +195,7 @@ class Engine:
             drafter_revision=self.revisions[1],
             versions=dict(self._versions),
             blas=f"{BLAS.name}: {BLAS.reason}",
+            kernels=kernels.status(),
             warnings=list(self.warnings),
         )
 
@@ -225,8 +226,14 @@ class Engine:
             checked_stops(stop),
             stats,
             transcript if transcript is not None else Transcript(),
-            self._compare_with_plain,
+            self._conclude,
         )
+
+    def _conclude(self, session: Session, stats: GenerationStats) -> None:
+        stats.kernels = kernels.status()
+        for sentence in kernels.rejections():
+            stats.warn(sentence)
+        self._compare_with_plain(session, stats)
 
     def _compare_with_plain(self, session: Session, stats: GenerationStats) -> None:
         """Say plainly when drafting cost time; plain steps are timed once a context size."""

@@ -110,7 +110,7 @@ def test_each_sight(sight: Sight, context: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "context", "sight", "position"),
     [
-        (3, 250, CAUSAL, None),
+        (3, 250, CAUSAL, 999),
         (16, 600, FULL, None),
         (4, 300, Sight(True, 200), 1000),
         (5, 290, Sight(False, 270), 771),

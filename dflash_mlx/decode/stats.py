@@ -53,6 +53,8 @@ class GenerationStats:
     versions: dict[str, str] = field(default_factory=dict)
     #: which matrix library MLX's CPU back-end uses, and why
     blas: str = ""
+    #: what ran as Metal kernels, or why MLX's own operations answered
+    kernels: str = ""
     #: sentences a person should see
     warnings: list[str] = field(default_factory=list)
     _last_cycle: tuple[int, int] = field(default=(0, 0), repr=False)

@@ -4,9 +4,10 @@ backend decides between the two. The callers see one function an operation.
 """
 
 from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention, block_mask
-from dflash_mlx.kernels.backend import kernels_active, status
+from dflash_mlx.kernels.backend import kernels_active, rejections, status
 from dflash_mlx.kernels.matmul import rows_matmul
 from dflash_mlx.kernels.projection import HeadProjection, context_projection
+from dflash_mlx.kernels.trial import try_all
 
 __all__ = [
     "HeadProjection",
@@ -17,6 +18,8 @@ __all__ = [
     "block_mask",
     "context_projection",
     "kernels_active",
+    "rejections",
     "rows_matmul",
     "status",
+    "try_all",
 ]

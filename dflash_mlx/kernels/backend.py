@@ -96,12 +96,17 @@ def difference(got: mx.array, want: mx.array) -> float:
 def _reject(operation: str, reason: str, expected: Sequence[mx.array]) -> Sequence[mx.array]:
     _rejected[operation] = reason
     warnings.warn(
-        f"The Metal kernel {operation} is not used: {reason}. MLX's own operations answer instead; "
-        f"set {VARIABLE}=ops to leave all kernels out.",
+        f"{rejections()[-1]} MLX's own operations answer instead; set {VARIABLE}=ops to leave all "
+        "kernels out.",
         RuntimeWarning,
         stacklevel=3,
     )
     return expected
+
+
+def rejections() -> list[str]:
+    """What people should know of kernels that are not used although Metal is there."""
+    return [f"The Metal kernel {name} is not used: {why}." for name, why in _rejected.items()]
 
 
 def status() -> str:
