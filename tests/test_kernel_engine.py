@@ -95,15 +95,19 @@ def test_text_drafts_and_acceptance_are_those_of_the_operations(
     windows = len(set(drafter.config.windows))
     assert ran["rows_matmul"] * windows == ran["context_projection"] >= windows * (cycles - 1)
     assert ran["block_attention"] > layers * cycles
+    if family in ("qwen3_5", "qwen3_next"):
+        assert ran["gated_delta_advance"] > ran["gated_delta_replay"] > cycles
 
 
 def test_the_trial_runs_every_kernel_and_finds_no_fault() -> None:
     with kernels_on_cpu(trusted=False) as made:
         assert try_all() == []
         assert set(launches(made)) == {
-            *("rows_matmul", "context_projection", "block_attention", "attention_combine")
+            *("rows_matmul", "context_projection", "block_attention", "attention_combine"),
+            *("gated_delta_advance", "gated_delta_replay"),
         }
-        assert "block_attention, context_projection, rows_matmul" in backend.status()
+        names = "block_attention, context_projection, gated_delta_advance, gated_delta_replay"
+        assert f"{names}, rows_matmul" in backend.status()
 
 
 def test_the_trial_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ class GenerationStats:
     engine: str = "plain"
     #: why this engine answered
     engine_reason: str = ""
+    #: whether every operation gave a row the same bits whatever rows were beside it
+    exact: bool = False
     #: draft-and-verify passes; plain steps are not cycles
     cycles: int = 0
     #: tokens emitted by those cycles: accepted drafts and bonus tokens

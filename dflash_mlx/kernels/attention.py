@@ -80,28 +80,37 @@ def block_attention(
     sight: Sight,
     position: int,
     sinks: mx.array | None = None,
+    exact: bool = False,
 ) -> mx.array:
     """Queries [1, Hq, R, D] of a block at `position` over what is around: [1, R, Hq·D].
 
-    sinks [Hq]: logits that take part in the softmax and have no value.
+    sinks [Hq]: logits that take part in the softmax and have no value. `exact` (see backend.run):
+    a row gets the same bits alone, in any block, and behind a context of any length.
     """
     rows, dim = queries.shape[2], queries.shape[3]
 
     def twin() -> list[mx.array]:
         return [_operations(queries, around.together(), scale, sight, sinks)]
 
-    fits = 1 < rows <= MAX_ROWS and dim % 8 == 0 and dim <= MAX_HEAD
-    if not fits or not backend.is_active(OPERATION):
+    some = rows <= MAX_ROWS if exact else 1 < rows <= MAX_ROWS
+    if not (some and fits(dim)) or not (exact or backend.is_active(OPERATION)):
         return twin()[0]
     context, block = around.apart(rows)
     shape = (dim, queries.shape[1], around.kv_heads, context is None)
     variant = (*shape, sight, str(queries.dtype), sinks is None)
+    split = SPLIT_KEYS if exact else None
     return backend.run(
         OPERATION,
         variant,
-        lambda: [_launch(queries, context, block, scale, sight, position, sinks)],
+        lambda: [_launch(queries, context, block, scale, sight, position, sinks, split)],
         twin,
+        exact=exact,
     )[0]
+
+
+def fits(dim: int) -> bool:
+    """Whether the kernel takes heads of this size."""
+    return dim % 8 == 0 and dim <= MAX_HEAD
 
 
 def block_mask(rows: int, visible: int, sight: Sight) -> mx.array | str | None:

@@ -19,6 +19,7 @@ VARIABLE = "DFLASH_KERNELS"
 # Largest difference to the twin, relative to the twin's largest element. Sums are ordered otherwise
 # in kernels, and 16-bit twins round between their operations.
 TOLERANCE = {mx.float32: 2e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}
+_EXACT = "Exact mode needs a kernel that this machine cannot use,"
 
 
 class Choice(NamedTuple):
@@ -64,26 +65,42 @@ def run(
     variant: Hashable,
     kernel: Callable[[], Sequence[mx.array]],
     twin: Callable[[], Sequence[mx.array]],
+    *,
+    exact: bool = False,
 ) -> Sequence[mx.array]:
     """The kernel's arrays, or the twin's where the kernel is not active or has failed.
 
     `variant` tells apart what compiles to different code; each is checked at its first use.
+    `exact`: where kernels are active nothing else will do, and a failure is a UsageError.
     """
     if not is_active(operation):
+        if exact and kernels_active():
+            raise UsageError(f"{_EXACT} {operation}: {_rejected[operation]}. Leave --exact out.")
         return twin()
     if (operation, variant) in _trusted:
         return kernel()
     expected = twin()
+    found, fault = _first_use(kernel, expected)
+    if fault is None:
+        _trusted.add((operation, variant))
+        return found
+    _reject(operation, fault)
+    return run(operation, variant, kernel, lambda: expected, exact=exact)
+
+
+def _first_use(
+    kernel: Callable[[], Sequence[mx.array]], expected: Sequence[mx.array]
+) -> tuple[Sequence[mx.array], str | None]:
+    """The kernel's arrays, and what is wrong with them."""
     try:
         found = kernel()
         mx.eval(found)
     except (RuntimeError, ValueError) as error:
-        return _reject(operation, f"it does not run here: {error}", expected)
+        return [], f"it does not run here: {error}"
     for got, want in zip(found, expected, strict=True):
         if (gap := difference(got, want)) > TOLERANCE[want.dtype]:
-            return _reject(operation, f"it differs from MLX's operations by {gap:.2g}", expected)
-    _trusted.add((operation, variant))
-    return found
+            return [], f"it differs from MLX's operations by {gap:.2g}"
+    return found, None
 
 
 def difference(got: mx.array, want: mx.array) -> float:
@@ -93,15 +110,14 @@ def difference(got: mx.array, want: mx.array) -> float:
     return float("inf") if gap != gap else float(gap)
 
 
-def _reject(operation: str, reason: str, expected: Sequence[mx.array]) -> Sequence[mx.array]:
+def _reject(operation: str, reason: str) -> None:
     _rejected[operation] = reason
     warnings.warn(
         f"{rejections()[-1]} MLX's own operations answer instead; set {VARIABLE}=ops to leave all "
         "kernels out.",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
-    return expected
 
 
 def rejections() -> list[str]:

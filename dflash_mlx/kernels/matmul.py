@@ -46,18 +46,18 @@ class Weights(NamedTuple):
 
 
 def weights_of(linear: nn.Module) -> Weights | None:
-    """The layer's weights if the kernels can read them: affine 4 or 8 bits, or plain numbers.
+    """The weights of a layer or a tied table, if they are affine 4 or 8 bits, or plain numbers.
 
-    None otherwise, as when the number of columns is no multiple of 8.
+    None if the kernels cannot read them, as when the number of columns is no multiple of 8.
     """
     weight, bias = linear["weight"], linear.get("bias")
-    if isinstance(linear, nn.QuantizedLinear):
+    if isinstance(linear, nn.QuantizedLinear | nn.QuantizedEmbedding):
         if linear.mode != "affine" or linear.bits not in (4, 8):
             return None
         columns = weight.shape[1] * 32 // linear.bits
         scales, biases = linear["scales"], linear["biases"]
         found = (weight, scales, biases, bias, linear.bits, linear.group_size)
-    elif type(linear) is nn.Linear and weight.dtype in backend.TOLERANCE:
+    elif isinstance(linear, nn.Linear | nn.Embedding) and weight.dtype in backend.TOLERANCE:
         columns = weight.shape[1]
         found = (weight, weight, weight, bias, 0, 1)
     else:
@@ -65,24 +65,43 @@ def weights_of(linear: nn.Module) -> Weights | None:
     return Weights(*found, weight.shape[0], columns) if columns % 8 == 0 else None
 
 
-def rows_matmul(x: mx.array, linear: nn.Module, dtype: mx.Dtype | None = None) -> mx.array:
+def rows_matmul(
+    x: mx.array, linear: nn.Module, dtype: mx.Dtype | None = None, *, exact: bool = False
+) -> mx.array:
     """linear(x) for [1, S, K] -> [1, S, N].
 
     The kernel, for up to MAX_ROWS rows, sums in float32 and gives `dtype` (by default x's), with
     the same bits for a row whatever rows are beside it; the twin gives the layer's own type.
+    exact: see backend.run.
     """
     rows = x.shape[1]
-    found = weights_of(linear) if rows <= MAX_ROWS and backend.is_active(OPERATION) else None
+    wanted = exact or backend.is_active(OPERATION)
+    found = weights_of(linear) if rows <= MAX_ROWS and wanted else None
     if found is None:
-        return linear(x)
+        return _operation(x, linear)
     out_type = dtype or x.dtype
     variant = (*map(str, found.template), str(x.dtype), str(out_type), rows > 8, found.outputs)
     return backend.run(
-        OPERATION, variant, lambda: _launch(x, found, out_type), lambda: [linear(x)]
+        OPERATION,
+        variant,
+        lambda: [_launch(x, found, out_type)],
+        lambda: [_operation(x, linear)],
+        exact=exact,
     )[0]
 
 
-def _launch(x: mx.array, weights: Weights, dtype: mx.Dtype) -> list[mx.array]:
+def _operation(x: mx.array, linear: nn.Module) -> mx.array:
+    """What MLX's own layer does, also for a subclass that calls rows_matmul."""
+    for kind in (nn.QuantizedLinear, nn.Linear):
+        if isinstance(linear, kind):
+            return kind.__call__(linear, x)
+    for kind in (nn.QuantizedEmbedding, nn.Embedding):
+        if isinstance(linear, kind):
+            return kind.as_linear(linear, x)
+    return linear(x)
+
+
+def _launch(x: mx.array, weights: Weights, dtype: mx.Dtype) -> mx.array:
     rows, outputs = x.shape[1], weights.outputs
     groups = -(-outputs // (8 * TILES))
     (out,) = kernel(OPERATION, _INPUTS, ("y",))(
@@ -97,4 +116,4 @@ def _launch(x: mx.array, weights: Weights, dtype: mx.Dtype) -> list[mx.array]:
         output_shapes=[(rows, outputs)],
         output_dtypes=[dtype],
     )
-    return [out[None]]
+    return out[None]

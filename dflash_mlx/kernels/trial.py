@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from dflash_mlx.kernels import backend
 from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention
+from dflash_mlx.kernels.gated_delta import DeltaRows, advance, replay
 from dflash_mlx.kernels.matmul import rows_matmul
 from dflash_mlx.kernels.projection import HeadProjection, context_projection
 
@@ -50,4 +51,17 @@ def try_all(dtype: mx.Dtype = mx.float32) -> list[str]:
     block_attention(
         queries, Surroundings(joined=held), scale=_DIM**-0.5, sight=Sight(True), position=300
     )
+    _try_recurrence()
     return backend.rejections()
+
+
+def _try_recurrence() -> None:
+    keys = mx.random.split(mx.random.key(1), 3)
+    queries, own, values = (
+        mx.random.normal((1, _ROWS, heads, _DIM), key=key) * _DIM**-0.5
+        for heads, key in zip((1, 1, _HEADS), keys, strict=True)
+    )
+    gates = mx.full((1, _ROWS, _HEADS), 0.7)
+    rows = DeltaRows(queries, own, values, gates, gates)
+    ran = advance(rows, None)
+    replay(rows, None, ran.changes, 2)

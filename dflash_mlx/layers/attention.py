@@ -18,6 +18,7 @@ class Attention(nn.Module):
 
     window: positions a query sees, itself included; None is all.
     sinks: a learned logit a head [Hq] that takes part in the softmax and has no value.
+    exact: set by models.exact.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class Attention(nn.Module):
         super().__init__()
         self.window = window
         self.sight = Sight(True, window)
+        self.exact = False
+        self.head_dim = head_dim
         self.heads = heads
         self.kv_heads = kv_heads
         self.scale = head_dim**-0.5
@@ -104,4 +107,5 @@ class Attention(nn.Module):
             sight=self.sight,
             position=start,
             sinks=self.get("sinks"),
+            exact=self.exact,
         )

@@ -37,7 +37,7 @@ class GemmaAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = heads, kv_heads
         self.rope, self.window, self.norm_eps = rope, window, norm_eps
-        self.borrows = borrows
+        self.borrows, self.exact, self.head_dim = borrows, False, head_dim
         self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
@@ -92,4 +92,5 @@ class GemmaAttention(nn.Module):
             scale=1.0,
             sight=Sight(True, self.window),
             position=cache.length,
+            exact=self.exact,
         )

@@ -108,6 +108,7 @@ def compile_errors(cpp: str) -> list[int]:
     return sorted({*map(int, errors), *_narrowing(messages)})
 
 
+@cache
 def kernel_library(cpp: str, *, check: bool) -> ctypes.CDLL:
     """A kernel from source.to_cpp, for check mode or for fast mode."""
     runtime()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 
@@ -83,6 +84,7 @@ def parse_parameters(source: str) -> list[tuple[str, str, bool]]:
     return found
 
 
+@cache
 def to_cpp(source: str) -> str:
     """C++ with the same lines, and an entry point `msl_entry(buffers, thread)`."""
     check_rules(source)
