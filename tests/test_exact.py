@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _logits(target: Any, blocks: list[list[int]]) -> list[mx.array]:
+def logits_of_blocks(target: Any, blocks: list[list[int]]) -> list[mx.array]:
     """Logits of each block, run and committed one behind the other."""
     cache, found = target.make_cache(), []
     for block in blocks:
@@ -43,7 +43,7 @@ def _blocks(ids: list[int], sizes: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(cuts)]
 
 
-def _target(family: str, bits: int = 0) -> Any:
+def exact_target(family: str, bits: int = 0) -> Any:
     target = tiny_target(family, **FAMILIES[family])
     if bits:
         wide = lambda _, m: isinstance(m, nn.Linear) and m.weight.shape[1] % 32 == 0  # noqa: E731
@@ -58,10 +58,12 @@ def test_logits_have_the_same_bits_one_by_one_and_in_blocks(family: str) -> None
     ids = tiny_prompt(96, 20 + 6)
     prompt = ids[:20]  # longer than a kernel takes, as prefill is; alike in both
     with kernels_on_cpu(Mode.FAST) as made:
-        target = _target(family, bits=4 if family == "llama" else 0)
-        single = mx.concatenate(_logits(target, [prompt, *_blocks(ids[20:], [1] * 6)])[1:])
+        target = exact_target(family, bits=4 if family == "llama" else 0)
+        single = mx.concatenate(logits_of_blocks(target, [prompt, *_blocks(ids[20:], [1] * 6)])[1:])
         for sizes in ([6], [2, 4]):
-            found = mx.concatenate(_logits(target, [prompt, *_blocks(ids[20:], sizes)])[1:])
+            found = mx.concatenate(
+                logits_of_blocks(target, [prompt, *_blocks(ids[20:], sizes)])[1:]
+            )
             assert mx.array_equal(found, single), sizes
         ran = launches(made)
         assert ran["rows_matmul"] > 100
@@ -74,12 +76,14 @@ def test_bits_differ_without_exact_mode() -> None:
     """The test above has teeth: attention by MLX for single rows is enough to part them."""
     ids = tiny_prompt(96, 26)
     with kernels_on_cpu(Mode.FAST):
-        target = _target("qwen3")
+        target = exact_target("qwen3")
         for module in target.modules():
             if hasattr(module, "exact"):
                 module.exact = False
-        single = mx.concatenate(_logits(target, [ids[:20], *_blocks(ids[20:], [1] * 6)])[1:])
-        block = _logits(target, [ids[:20], ids[20:]])[1]
+        single = mx.concatenate(
+            logits_of_blocks(target, [ids[:20], *_blocks(ids[20:], [1] * 6)])[1:]
+        )
+        block = logits_of_blocks(target, [ids[:20], ids[20:]])[1]
     assert not mx.array_equal(single, block)
     assert mx.allclose(single, block, atol=1e-3)
 
@@ -88,8 +92,10 @@ def test_bits_differ_without_exact_mode() -> None:
 def test_without_kernels_it_is_the_same_model(family: str, row_invariant_blas: None) -> None:
     ids = tiny_prompt(96, 30)
     plain = tiny_target(family, **FAMILIES[family])
-    switched = _target(family)
-    for a, b in zip(*(_logits(t, [ids[:20], ids[20:]]) for t in (plain, switched)), strict=True):
+    switched = exact_target(family)
+    for a, b in zip(
+        *(logits_of_blocks(t, [ids[:20], ids[20:]]) for t in (plain, switched)), strict=True
+    ):
         assert mx.allclose(a, b, atol=1e-5)
 
 
@@ -128,10 +134,10 @@ def test_a_blas_that_orders_sums_by_rows_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.metal_cpu
 def test_a_rejected_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with kernels_on_cpu(Mode.FAST):
-        target = _target("qwen3")
+        target = exact_target("qwen3")
         monkeypatch.setitem(backend._rejected, "rows_matmul", "it differs")
         with pytest.raises(UsageError, match="rows_matmul: it differs"):
-            _logits(target, [[1, 2, 3]])
+            logits_of_blocks(target, [[1, 2, 3]])
 
 
 def test_blocks_beyond_the_kernels_rows_are_refused() -> None:
