@@ -21,7 +21,7 @@ const int head = kv * GROUP + (real ? row / rows : 0), at = context + (real ? ro
 
 simdgroup_float8x8 query[D / 8], sums[D / 8];
 for (int d = 0; d < D / 8; d++) {
-    sums[d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    sums[d] = make_filled_simdgroup_matrix<float, 8>(0.0f);
     for (int e = 0; e < 2; e++) {
         const size_t place = head * queries_strides[1] + (at - context) * queries_strides[2] +
                              (8 * d + column + e) * queries_strides[3];
@@ -59,7 +59,7 @@ for (int start = max(begin, split_begin); start < end; start += TILE) {
         if (!busy) continue;
         if (pass == 0) {
             for (int n = 0; n < TILE / 8; n++) {
-                scores[n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+                scores[n] = make_filled_simdgroup_matrix<float, 8>(0.0f);
                 for (int d = 0; d < D / 8; d++) {
                     simdgroup_float8x8 key;
                     for (int e = 0; e < 2; e++)

@@ -17,7 +17,7 @@ simdgroup_float8x8 sums[ROW_TILES][TILES];
 float squares[ROW_TILES];
 for (int r = 0; r < ROW_TILES; r++) {
     squares[r] = 0;
-    for (int t = 0; t < TILES; t++) sums[r][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    for (int t = 0; t < TILES; t++) sums[r][t] = make_filled_simdgroup_matrix<float, 8>(0.0f);
 }
 multiply_rows<X, W, S, C, BITS, GROUP, ROW_TILES, TILES, true>(
     x, rows, size_t(columns), weights, scales, biases, first, 2 * HEADS * D, columns, 0, 1, norm,

@@ -14,7 +14,7 @@ simdgroup_float8x8 sums[ROW_TILES][TILES];
 float squares[ROW_TILES];
 for (int r = 0; r < ROW_TILES; r++) {
     squares[r] = 0;
-    for (int t = 0; t < TILES; t++) sums[r][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    for (int t = 0; t < TILES; t++) sums[r][t] = make_filled_simdgroup_matrix<float, 8>(0.0f);
 }
 multiply_rows<X, W, S, S, BITS, GROUP, ROW_TILES, TILES, false>(
     x, rows, size_t(x_strides[0]), weights, scales, biases, first, OUTPUTS, columns, int(simd), SIMDS,

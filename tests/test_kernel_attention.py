@@ -171,8 +171,15 @@ def test_a_row_has_the_same_bits_at_any_place_of_a_block(window: int | None) -> 
     def rows(first: int, last: int, held: int) -> mx.array:
         context = Rows(*(part[:, :, held:first] for part in block))
         own = Rows(*(part[:, :, first:last] for part in block))
-        return attention._launch(
-            queries[:, :, first:last], context, own, 0.125, Sight(True, window), first, sinks
+        around = Surroundings(context, own)
+        return block_attention(
+            queries[:, :, first:last],
+            around,
+            scale=0.125,
+            sight=Sight(True, window),
+            position=first,
+            sinks=sinks,
+            exact=True,
         )[0]
 
     with kernels_on_cpu(Mode.FAST):

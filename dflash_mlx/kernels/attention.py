@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -97,12 +98,13 @@ def block_attention(
         return twin()[0]
     context, block = around.apart(rows)
     shape = (dim, queries.shape[1], around.kv_heads, context is None)
-    variant = (*shape, sight, str(queries.dtype), sinks is None)
-    split = SPLIT_KEYS if exact else None
+    before = 0 if context is None else context.keys.shape[2]
+    plan = _plan(queries.shape, around.kv_heads, position - before, before, exact)
+    variant = (*shape, sight, str(queries.dtype), sinks is None, plan.splits > 1, plan.simds)
     return backend.run(
         OPERATION,
         variant,
-        lambda: [_launch(queries, context, block, scale, sight, position, sinks, split)],
+        lambda: [_launch(queries, context, block, scale, sight, plan, sinks)],
         twin,
         exact=exact,
     )[0]
@@ -141,32 +143,46 @@ def _operations(
     return out.transpose(0, 2, 1, 3).reshape(1, rows, -1)
 
 
+class Plan(NamedTuple):
+    """How a block's attention is cut into threadgroups."""
+
+    origin: int  # position of the first context row
+    split: int  # keys a split
+    splits: int
+    simds: int  # simdgroups a threadgroup
+    blocks: int  # threadgroups for the query rows of one K/V head
+
+
+def _plan(shape: Sequence[int], kv_heads: int, origin: int, before: int, exact: bool) -> Plan:
+    """For queries of `shape` behind `before` rows; `exact` cuts alike whatever the length."""
+    _, heads, rows, _ = shape
+    total, group_rows = before + rows, heads // kv_heads * rows
+    split = SPLIT_KEYS if exact else split_keys(total)
+    splits = -(-(origin + total) // split) - origin // split
+    simds = min(8, max(4, -(-group_rows // 8)))
+    return Plan(origin, split, splits, simds, -(-group_rows // (8 * simds)))
+
+
 def _launch(
     queries: mx.array,
     context: Rows | None,
     block: Rows,
     scale: float,
     sight: Sight,
-    position: int,
+    plan: Plan,
     sinks: mx.array | None,
-    split: int | None = None,
 ) -> mx.array:
     _, heads, rows, dim = queries.shape
     kv_heads, dtype = block.keys.shape[1], queries.dtype
     group = heads // kv_heads
-    before = 0 if context is None else context.keys.shape[2]
-    origin, total = position - before, before + rows
-    split = split or split_keys(total)
-    splits = -(-(origin + total) // split) - origin // split
-    simds = min(8, max(4, -(-group * rows // 8)))
     shared: list[tuple[str, Any]] = [("D", dim), ("GROUP", group), ("KV_HEADS", kv_heads)]
     shared.append(("SINKS", sinks is not None))
-    partial = splits > 1
+    partial = plan.splits > 1
     sinks = queries if sinks is None else sinks
     (out,) = kernel(OPERATION, _NAMES, ("out",))(
         inputs=[
             *(queries, *(context or block), *block, sinks),
-            *(constant(scale), mx.array(origin), constant(split)),
+            *(constant(scale), mx.array(plan.origin), constant(plan.split)),
         ],
         template=[
             *(("T", dtype), ("O", mx.float32 if partial else dtype), *shared),
@@ -174,10 +190,10 @@ def _launch(
             *(("WINDOW", sight.window or 0), ("CONTEXT", context is not None)),
             ("PARTIAL", partial),
         ],
-        grid=(splits * simds * 32, kv_heads, -(-group * rows // (8 * simds))),
-        threadgroup=(simds * 32, 1, 1),
+        grid=(plan.splits * plan.simds * 32, kv_heads, plan.blocks),
+        threadgroup=(plan.simds * 32, 1, 1),
         output_shapes=[
-            (splits, kv_heads, group * rows, dim + 2) if partial else (rows, heads, dim)
+            (plan.splits, kv_heads, group * rows, dim + 2) if partial else (rows, heads, dim)
         ],
         output_dtypes=[mx.float32 if partial else dtype],
     )

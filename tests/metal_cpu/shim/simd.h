@@ -88,8 +88,8 @@ template <class T, int R, int C> struct simdgroup_matrix {
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-template <class T, int R, int C> simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T x) {
-    return simdgroup_matrix<T, R, C>(x);
+template <class T, int C, int R = C> simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T x) {
+    return simdgroup_matrix<T, C, R>(x);
 }
 
 inline uint element_row(uint lane) { return (lane / 4 & 4) + lane / 2 % 4; }
