@@ -76,7 +76,8 @@ def _check(
 ) -> None:
     queries, before, block = _inputs(heads, kv_heads, dim, rows, context, dtype)
     given: dict[str, Any] = {"scale": dim**-0.5, "sight": sight}
-    given["sinks"] = random((heads,), dtype, 6) if sinks else None
+    # Above the highest score of a row, and below.
+    given["sinks"] = mx.array([9.0, -3.0] * heads)[:heads].astype(dtype) if sinks else None
     at = context if position is None else position
     with kernels_on_cpu() as made:
         found = block_attention(queries, Surroundings(before, block), position=at, **given)
@@ -104,6 +105,17 @@ def test_each_type_and_head_size(dtype: mx.Dtype, dim: int) -> None:
 )
 def test_each_sight(sight: Sight, context: int) -> None:
     _check(2, 1, 64, 7, context, mx.float32, sight, sinks=context == 47)
+
+
+def test_queries_with_any_strides() -> None:
+    _, before, block = _inputs(4, 2, 64, 5, 20, mx.float32)
+    queries = random((1, 64, 5, 4), mx.float32, 7).transpose(0, 3, 2, 1)
+    around = Surroundings(before, block)
+    with kernels_on_cpu() as made:
+        found = block_attention(queries, around, scale=0.125, sight=CAUSAL, position=20)
+    assert launches(made)["block_attention"] == 1
+    want, size = _reference(queries, before, block, 0.125, CAUSAL, None)
+    assert_near(found[0], want, size)
 
 
 # Two and three splits, a split that begins inside the window, positions behind a dropped context.
