@@ -40,6 +40,27 @@ def row_invariant_blas() -> None:
     assert not blas_in_use().fast, "exactness is tested on the BLAS of MLX's own wheel"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="run Metal kernels on the CPU in every order of threads"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marked = metafunc.definition.get_closest_marker("metal_cpu")
+    if marked and metafunc.config.getoption("--full"):
+        from metal_cpu import SCHEDULES
+
+        metafunc.fixturenames.append("schedule")
+        metafunc.parametrize("schedule", SCHEDULES, indirect=True)
+
+
+@pytest.fixture
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of threads of kernels that ask for none."""
+    monkeypatch.setattr("metal_cpu.kernel.default_schedule", request.param)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {}
     if not mx.metal.is_available():

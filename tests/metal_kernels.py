@@ -24,7 +24,7 @@ class _Everything(set):
 
 @contextmanager
 def kernels_on_cpu(
-    mode: Mode = Mode.CHECK, schedule: int = 0, *, trusted: bool = True
+    mode: Mode = Mode.CHECK, schedule: int | None = None, *, trusted: bool = True
 ) -> Iterator[list[CpuKernel]]:
     """Every operation of dflash_mlx.kernels runs as a kernel inside; yields the kernels made.
 

@@ -157,6 +157,7 @@ def test_fast_mode_stops_at_guard_pages() -> None:
 )
 def test_a_limit_of_metal_is_kept(threads: int, floats: int, fault: str) -> None:
     kernel = CpuKernel(
+        schedule=0,
         name="large",
         input_names=["x"],
         output_names=["y"],

@@ -17,14 +17,21 @@ _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _HEADER = 8  # bytes in front of every allocation of MLX's CPU back-end, which are 16-aligned
 
 
+# Of kernels made without a schedule; `pytest --full` goes through all.
+default_schedule = 0
+
+
 class CpuKernel:
     """Arguments and call are those of mx.fast.metal_kernel's objects.
 
     `mode` and `schedule` say how to run; `launches` counts the calls.
     """
 
-    def __init__(self, *, mode: Mode = Mode.CHECK, schedule: int = 0, **made: Any) -> None:
-        self.mode, self.schedule, self.launches = mode, schedule, 0
+    def __init__(
+        self, *, mode: Mode = Mode.CHECK, schedule: int | None = None, **made: Any
+    ) -> None:
+        self.mode, self.launches = mode, 0
+        self.schedule = default_schedule if schedule is None else schedule
         self._made = made
         self._kernel = _metal_kernel(**made)
         self._captures: dict[Any, Capture] = {}
@@ -126,7 +133,7 @@ def _array(bits: np.ndarray, dtype: mx.Dtype) -> mx.array:
 
 
 @contextmanager
-def metal_on_cpu(mode: Mode = Mode.CHECK, schedule: int = 0) -> Iterator[list[CpuKernel]]:
+def metal_on_cpu(mode: Mode = Mode.CHECK, schedule: int | None = None) -> Iterator[list[CpuKernel]]:
     """mx.fast.metal_kernel makes CpuKernels inside; yields the list of those made."""
     made: list[CpuKernel] = []
 
