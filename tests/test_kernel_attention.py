@@ -164,7 +164,7 @@ def test_views_of_real_caches(window: int | None) -> None:
     queries = random((1, 4, rows, 64), mx.float32, 99)
     given: dict[str, Any] = {"scale": 0.125, "sight": sight}
     twin = block_attention(queries, around, position=cache.length, **given)
-    with kernels_on_cpu(trusted=False) as made:
+    with kernels_on_cpu() as made:
         found = block_attention(queries, around, position=cache.length, **given)
     assert launches(made)["block_attention"] == 1
     want, size = _reference(queries, *around.apart(rows), sinks=None, **given)

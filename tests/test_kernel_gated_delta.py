@@ -53,7 +53,7 @@ def test_run_and_replay_against_float64(
     start = None if fresh else _state(rows)
     kept = (count + 1) // 2
     twin = advance(rows, start)
-    with kernels_on_cpu(trusted=False) as made:
+    with kernels_on_cpu() as made:
         ran = advance(rows, start)
         state = replay(rows, start, ran.changes, kept)
     assert launches(made) == {"gated_delta_advance": 1, "gated_delta_replay": 1}

@@ -124,7 +124,7 @@ def test_the_twin_agrees_far_into_a_sequence(kind: str) -> None:
     heads, rope = _heads(2, 2, 64, 64, mx.float32, bias=True), _rope(64, kind)
     fused = random((1, 4, 64), mx.float32, 8)
     twin = _project(fused, heads, rope, 5000)
-    with kernels_on_cpu(trusted=False) as made:
+    with kernels_on_cpu() as made:
         found = _project(fused, heads, rope, 5000)
     assert launches(made) == {"context_projection": 1}
     for got, want in zip(found, twin, strict=True):
