@@ -80,7 +80,7 @@ def rows_matmul(
     if found is None:
         return _operation(x, linear)
     out_type = dtype or x.dtype
-    variant = (*map(str, found.template), str(x.dtype), str(out_type), rows > 8, found.outputs)
+    variant = (*map(str, found.template), str(x.dtype), str(out_type), rows > 8)
     return backend.run(
         OPERATION,
         variant,
@@ -109,7 +109,7 @@ def _launch(x: mx.array, weights: Weights, dtype: mx.Dtype) -> mx.array:
         template=[
             *(("X", x.dtype), ("Y", dtype), *weights.template),
             *(("ROW_TILES", -(-rows // 8)), ("TILES", TILES)),
-            *(("SIMDS", SIMDGROUPS), ("OUTPUTS", outputs)),
+            ("SIMDS", SIMDGROUPS),
         ],
         grid=(groups * SIMDGROUPS * 32, 1, 1),
         threadgroup=(SIMDGROUPS * 32, 1, 1),
