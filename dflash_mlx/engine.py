@@ -13,7 +13,7 @@ from dflash_mlx.fast_blas import CHOICE as BLAS
 # isort: split
 import mlx.core as mx
 
-from dflash_mlx import hub, registry
+from dflash_mlx import hub, kernels, registry
 from dflash_mlx.chat import Chat
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
@@ -25,6 +25,8 @@ from dflash_mlx.generate import Chunk, Completion, Transcript, answer
 from dflash_mlx.loader import load_target
 from dflash_mlx.machine import versions
 from dflash_mlx.models.base import Target
+from dflash_mlx.models.exact import MAX_ROWS as EXACT_ROWS
+from dflash_mlx.models.exact import make_exact
 from dflash_mlx.prompt import (
     Message,
     Prompt,
@@ -61,7 +63,9 @@ class Engine:
         block_size: int | None = None,
         warnings: Sequence[str] = (),
         revisions: tuple[str | None, str | None] = (None, None),
+        exact: bool = False,
     ) -> None:
+        self.exact = exact
         self.revisions = revisions  # of target and drafter, as the hub names them
         self.target = target
         self.tokenizer = tokenizer
@@ -71,6 +75,11 @@ class Engine:
         self.drafter_name = drafter_name
         self.warnings = list(warnings)
         self.block_size = _checked_block_size(block_size, drafter)
+        if exact and self.block_size > EXACT_ROWS:
+            raise UsageError(
+                f"Exact mode verifies at most {EXACT_ROWS} rows and a block has {self.block_size}. "
+                f"Give --block-size {EXACT_ROWS}."
+            )
         self._versions = versions()  # reading them takes milliseconds
         self._lock = threading.RLock()
         # MLX's default streams belong to their thread; this one serves whichever thread calls.
@@ -203,12 +212,14 @@ class Engine:
         return GenerationStats(
             engine="dflash" if self.block_size > 1 else "plain",
             engine_reason=self.reason,
+            exact=self.exact,
             model=self.model,
             drafter=self.drafter_name,
             model_revision=self.revisions[0],
             drafter_revision=self.revisions[1],
             versions=dict(self._versions),
             blas=f"{BLAS.name}: {BLAS.reason}",
+            kernels=kernels.status(),
             warnings=list(self.warnings),
         )
 
@@ -239,8 +250,14 @@ class Engine:
             checked_stops(stop),
             stats,
             transcript if transcript is not None else Transcript(),
-            self._compare_with_plain,
+            self._conclude,
         )
+
+    def _conclude(self, session: Session, stats: GenerationStats) -> None:
+        stats.kernels = kernels.status()
+        for sentence in kernels.rejections():
+            stats.warn(sentence)
+        self._compare_with_plain(session, stats)
 
     def _compare_with_plain(self, session: Session, stats: GenerationStats) -> None:
         """Say plainly when drafting cost time; plain steps are timed once a context size."""
@@ -266,6 +283,7 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     block_size: int | None = None,
+    exact: bool = False,
     progress: bool = True,
 ) -> Engine:
     """Load a model by name and make it ready to answer.
@@ -277,6 +295,7 @@ def load(
     draft_bits: 4 or 8 quantizes the drafter's linear layers.
     dtype: auto, bfloat16, float16 or float32 (see loader.resolve_dtype).
     revision: of the target's hub repo. block_size: rows a cycle verifies, at most as trained.
+    exact: greedy text equals plain decoding's on a GPU, too; see models.exact.
     Raises DFlashError with a sentence to show.
     """
     if draft_bits not in (None, 4, 8):
@@ -292,6 +311,8 @@ def load(
     wanted = revision or found.target_revision
     fetched = hub.fetch(found.target_spec, revision=wanted, kind="model", progress=progress)
     target = load_target(fetched.path, dtype)
+    if exact:
+        make_exact(target)
     tokenizer = load_tokenizer(fetched.path)
     model = found.label
     chosen = Drafting(reason="drafting is switched off")
@@ -310,6 +331,7 @@ def load(
         block_size=block_size,
         warnings=chosen.warnings,
         revisions=(fetched.revision, chosen.revision),
+        exact=exact,
     )
 
 

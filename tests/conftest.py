@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import signal
 import sys
 from collections.abc import Iterator
@@ -40,13 +41,37 @@ def row_invariant_blas() -> None:
     assert not blas_in_use().fast, "exactness is tested on the BLAS of MLX's own wheel"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="run Metal kernels on the CPU in every order of threads"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marked = metafunc.definition.get_closest_marker("metal_cpu")
+    if marked and metafunc.config.getoption("--full"):
+        from metal_cpu import SCHEDULES
+
+        metafunc.fixturenames.append("schedule")
+        metafunc.parametrize("schedule", SCHEDULES, indirect=True)
+
+
+@pytest.fixture
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of threads of kernels that ask for none."""
+    monkeypatch.setattr("metal_cpu.kernel.default_schedule", request.param)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if mx.metal.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an Apple GPU; MLX has no Metal device here")
+    missing = {}
+    if not mx.metal.is_available():
+        missing["metal"] = "needs an Apple GPU; MLX has no Metal device here"
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        missing["metal_cpu"] = "runs Metal kernels on an x86-64 Linux CPU"
     for item in items:
-        if item.get_closest_marker("metal"):
-            item.add_marker(skip)
+        for name, reason in missing.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

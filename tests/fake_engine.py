@@ -57,7 +57,8 @@ class FakeEngine:
             prompt_tokens=31, prefill_seconds=0.5, generation_tokens=11, generation_seconds=2.0,
             total_seconds=2.625, engine="dflash", engine_reason="the drafter given",
             finish_reason="stop", peak_memory_gb=0.75, model=self.loaded["name"],
-            drafter="org/drafter", blas="a BLAS: a reason", warnings=[WARNING],
+            drafter="org/drafter", blas="a BLAS: a reason", kernels="none: a reason",
+            warnings=[WARNING],
         )  # fmt: skip
         for accepted in (0, 3, 2):
             stats.count_cycle(drafted=7, accepted=accepted, emitted=accepted + 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_engine import WARNING, FakeEngine
 
-from dflash_mlx import __version__, cli, engine, machine, paths
+from dflash_mlx import __version__, cli, engine, kernels, machine, paths
 from dflash_mlx.cli import console
 from dflash_mlx.cli import doctor as doctor_command
 from dflash_mlx.engine import Chunk
@@ -30,6 +30,7 @@ tokens per cycle  2.67 over 3 cycles
 accepted          5 of 21 drafted tokens
 peak memory       0.75 GB
 BLAS              a BLAS: a reason
+kernels           none: a reason
 """
 
 
@@ -330,6 +331,7 @@ def test_doctor_says_that_this_machine_can_run(run: Run, tmp_path: Path) -> None
     assert report["versions"] == machine.versions()
     assert report["back_end"]["name"] == machine.back_end()[0]
     assert report["blas"]["name"] == machine.blas_in_use().name
+    assert report["kernels"] == kernels.status() != ""
     assert report["cache"]["path"] == str(tmp_path / "home")
     assert set(report["files"].values()) == {
         str(paths.registry_file()), str(paths.metal_dir()), str(paths.assets_dir()),

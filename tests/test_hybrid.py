@@ -14,10 +14,11 @@ import tiny_hybrid
 from oracle import OracleDrafter, plain_features, plain_forward, plain_logits
 from tiny import target_of, target_with, tiny_prompt, tiny_target, tiny_weights
 
-from dflash_mlx.cache import DeltaRows, KVCache, RecurrentCache, recurrent
+from dflash_mlx.cache import DeltaRows, KVCache, RecurrentCache
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
+from dflash_mlx.kernels import gated_delta
 from dflash_mlx.layers.gated_attention import GatedAttention
 from dflash_mlx.models import FAMILIES, build_target, hybrid
 from dflash_mlx.segment import Segment
@@ -143,7 +144,7 @@ class TestFaultsAreSeen:
         assert golden.off() > TEETH
 
     def test_in_the_grouping_of_heads(self, golden: Golden, monkeypatch: Any) -> None:
-        monkeypatch.setattr(recurrent, "_recur", _tiled)
+        monkeypatch.setattr(gated_delta, "_operations", _tiled)
         grouped = golden.config["linear_num_value_heads"] > golden.config["linear_num_key_heads"]
         assert (golden.off() > TEETH) == grouped
 

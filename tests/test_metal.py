@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from checkpoints import write_quantized
 from oracle import OracleDrafter, plain_logits
+from test_exact import FAMILIES, exact_target, logits_of_blocks
 from tiny import tiny_prompt, tiny_target
 
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
+from dflash_mlx.kernels import backend, try_all
 from dflash_mlx.loader import Precision, load_target_as
 
 pytestmark = pytest.mark.metal
@@ -71,3 +73,20 @@ def test_kept_quantized_equals_dequantized(tmp_path: Path, bits: int) -> None:
     dense = load_target_as(folder, Precision(mx.float32, False))
     ids = tiny_prompt(96, 20)
     assert np.abs(plain_logits(kept, ids) - plain_logits(dense, ids)).max() <= 1e-2
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_every_kernel_agrees_with_its_twin(dtype: mx.Dtype) -> None:
+    backend.forget()
+    assert try_all(dtype) == []
+    assert backend.status().count(",") >= 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_mode_gives_the_same_bits_one_by_one_and_in_blocks(family: str) -> None:
+    target, ids = exact_target(family), tiny_prompt(96, 36)
+    single = mx.concatenate(logits_of_blocks(target, [ids[:20], *([i] for i in ids[20:])])[1:])
+    for sizes in ([16], [3, 13]):
+        blocks = [ids[:20], ids[20 : 20 + sizes[0]], ids[20 + sizes[0] :]]
+        found = mx.concatenate(logits_of_blocks(target, [b for b in blocks if b])[1:])
+        assert mx.array_equal(found, single)

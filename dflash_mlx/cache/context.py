@@ -1,7 +1,7 @@
 """Context K/V of a drafter's layers: target features projected once, kept as far as layers look.
 
-Each layer has its own buffer: a block's K/V are written behind the context for one attention call,
-and MLX writes in place only into a buffer that nothing else of the same graph reads.
+MLX's attention wants a block's K/V behind the context, written in place: a buffer a layer. The
+attention kernel takes the block apart from it: one buffer for all layers of a kind, one write.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from dflash_mlx.cache.kv import GROWTH_ROWS
+from dflash_mlx.kernels import Rows, Surroundings
 
 # Rows a window keeps beyond those it needs, so that a sequence can be shortened a little.
 REWIND_ROWS = 64
@@ -18,6 +19,8 @@ REWIND_ROWS = 64
 
 class LayerContext:
     """Committed context rows of one layer, [1, Hkv, capacity, D], in temporal order.
+
+    The first axis is longer where layers share the buffer.
 
     With a `window` W (positions a query sees, itself included) the W-1 rows before the next
     position are needed; the rows held are positions start .. length - 1.
@@ -56,6 +59,20 @@ class LayerContext:
         end = self.length - self.start
         first, last = end - self.visible, end + keys.shape[2]
         return self.keys[:, :, first:last], self.values[:, :, first:last]
+
+    def around(self, keys: mx.array, values: mx.array) -> Surroundings:
+        """What a block with own K/V [1, Hkv, R, D] attends to."""
+        return Surroundings(joined=Rows(*self.with_block(keys, values)))
+
+    def reach(self, layer: int) -> Rows | None:
+        """The context rows that a block sees, of one of the layers that share the buffer."""
+        if not self.visible:
+            return None
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.length - self.start
+        rows, layers = slice(end - self.visible, end), slice(layer, layer + 1)
+        return Rows(self.keys[layers, :, rows], self.values[layers, :, rows])
 
     @property
     def visible(self) -> int:
@@ -118,36 +135,78 @@ class LayerContext:
         self.start += drop
 
 
+class SharedContext:
+    """One layer's part of a buffer that several layers share."""
+
+    def __init__(self, buffer: LayerContext, layer: int) -> None:
+        self.buffer, self.layer = buffer, layer
+
+    @property
+    def length(self) -> int:
+        return self.buffer.length
+
+    def rows_kept(self, rows: int) -> int:
+        return self.buffer.rows_kept(rows)
+
+    def around(self, keys: mx.array, values: mx.array) -> Surroundings:
+        """What a block with own K/V [1, Hkv, R, D] attends to."""
+        return Surroundings(self.buffer.reach(self.layer), Rows(keys, values))
+
+
 class ContextCache:
     """The context of all layers of a drafter for one sequence.
 
-    `length` is the number of positions observed and equals the target's committed length.
+    `length` is the number of positions observed and equals the target's committed length. With
+    `shared` all layers of one window have one buffer.
     """
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
-        self.layers = [LayerContext(window) for window in windows]
+    def __init__(self, windows: Sequence[int | None], *, shared: bool = False) -> None:
+        self.shared = shared
+        self.layers: list[LayerContext | SharedContext]
+        self._buffers: list[LayerContext]
+        if not shared:
+            self._buffers = [LayerContext(window) for window in windows]
+            self.layers = list(self._buffers)
+            return
+        kinds = {window: LayerContext(window) for window in windows}
+        self._buffers = list(kinds.values())
+        members = [list(windows[:i]).count(window) for i, window in enumerate(windows)]
+        self.layers = [SharedContext(kinds[w], m) for w, m in zip(windows, members, strict=True)]
 
-    def __getitem__(self, index: int) -> LayerContext:
+    def __getitem__(self, index: int) -> LayerContext | SharedContext:
         return self.layers[index]
 
     @property
     def length(self) -> int:
-        return self.layers[0].length
+        return self._buffers[0].length
+
+    def append(self, layers: Sequence[int], keys: mx.array, values: mx.array, rows: int) -> None:
+        """Commit `rows` new positions to `layers`, which are all those of one window.
+
+        keys, values: [len(layers), Hkv, kept, D], the last `rows_kept(rows)` of the positions.
+        """
+        first = self.layers[layers[0]]
+        if isinstance(first, SharedContext):
+            first.buffer.append(keys, values, rows)
+            return
+        for place, layer in enumerate(layers):
+            own = slice(place, place + 1)
+            self._buffers[layer].append(keys[own], values[own], rows)
 
     def rewind(self, length: int) -> bool:
         """Shorten to `length` positions; False, and nothing changes, when a window lost rows."""
-        if length > self.length or not all(layer.can_rewind(length) for layer in self.layers):
+        if length > self.length or not all(b.can_rewind(length) for b in self._buffers):
             return False
-        for layer in self.layers:
-            layer.rewind(length)
+        for buffer in self._buffers:
+            buffer.rewind(length)
         return True
 
     def arrays(self) -> list[mx.array]:
-        return [a for layer in self.layers for a in layer.arrays()]
+        return [a for buffer in self._buffers for a in buffer.arrays()]
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(buffer.nbytes for buffer in self._buffers)
 
 
 def _roomy(keep: int, rows: int) -> int:

@@ -5,27 +5,10 @@ S <- g_t S;  S <- S + beta_t (v_t - S k_t) k_t^T;  y_t = S q_t      (arXiv 2412.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import mlx.core as mx
 
 from dflash_mlx.cache.base import LayerCache
-
-
-class DeltaRows(NamedTuple):
-    """What T rows bring to the recurrence, all float32.
-
-    In 16 bits a decay near 1 would round to 1 and forget nothing.
-    """
-
-    queries: mx.array  # [1, T, Hk, Dk], scaled
-    keys: mx.array  # [1, T, Hk, Dk]
-    values: mx.array  # [1, T, Hv, Dv]
-    decay: mx.array  # [1, T, Hv], g in 0 .. 1
-    beta: mx.array  # [1, T, Hv], in 0 .. 1
-
-    def first(self, n: int) -> DeltaRows:
-        return DeltaRows(*(rows[:, :n] for rows in self))
+from dflash_mlx.kernels import DeltaRows, advance, replay
 
 
 class RecurrentCache(LayerCache):
@@ -41,6 +24,7 @@ class RecurrentCache(LayerCache):
         self.state: mx.array | None = None
         self.tail: mx.array | None = None
         self._end: mx.array | None = None  # the state behind all pending rows
+        self._changes: mx.array | None = None  # what their run recorded for a replay
         self._window: mx.array | None = None
         self._rows: DeltaRows | None = None
 
@@ -58,7 +42,7 @@ class RecurrentCache(LayerCache):
         The same rows' inputs went through `window` before. A second forward before a commit
         replaces the pending rows of the first.
         """
-        out, self._end = _recur(rows, self.state)
+        out, self._end, self._changes = advance(rows, self.state)
         self._rows = rows
         self.pending = rows.keys.shape[1]
         return out
@@ -69,7 +53,7 @@ class RecurrentCache(LayerCache):
             assert self._window is not None
             assert self._rows is not None
             whole = n == self.pending
-            self.state = self._end if whole else _recur(self._rows.first(n), self.state)[1]
+            self.state = self._end if whole else replay(self._rows, self.state, self._changes, n)
             # A copy: a view would hold the whole window's memory.
             self.tail = mx.contiguous(self._window[:, n : n + self.taps - 1])
         self.length += n
@@ -83,15 +67,10 @@ class RecurrentCache(LayerCache):
         return True
 
     def arrays(self) -> list[mx.array]:
-        held = [self.state, self.tail, self._end, self._window, *(self._rows or ())]
+        held = [self.state, self.tail, self._end, self._changes, self._window]
+        held += self._rows or ()
         return [a for a in held if a is not None]
 
     def _drop_pending(self) -> None:
         self.pending = 0
-        self._end = self._window = self._rows = None
-
-
-def _recur(rows: DeltaRows, state: mx.array | None) -> tuple[mx.array, mx.array]:
-    """y [1, T, Hv, Dv] and the state behind the rows; no state is a state of zeros."""
-    out, end = mx.fast.gated_delta_update(*rows, initial_state=state)
-    return out, end
+        self._end = self._changes = self._window = self._rows = None

@@ -55,6 +55,7 @@ Model = Annotated[str, typer.Argument(help=_MODEL)]
 Prompt = Annotated[str | None, typer.Argument(help=_PROMPT, show_default=False)]
 Draft = Annotated[str | None, _option(_DRAFT, "--draft", metavar="REPO_OR_FOLDER")]
 NoDraft = Annotated[bool, _option("Decode plainly, without drafts.", "--no-draft")]
+Exact = Annotated[bool, _option("Text equal to plain decoding's on a GPU, too.", "--exact")]
 DraftBits = Annotated[int | None, _option("Quantize the drafter.", "--draft-bits", metavar="4|8")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")]
 Temp = Annotated[float | None, _option("Temperature; 0 (the default) is greedy.", "--temp")]
@@ -110,6 +111,7 @@ def chat(
     thinking: Thinking = None,
     reasoning: Reasoning = None,
     block_size: BlockSize = None,
+    exact: Exact = False,
     dtype: Dtype = "auto",
     stop: Stop = None,
     revision: Revision = None,
@@ -140,6 +142,7 @@ def chat(
         dtype=dtype,
         revision=revision,
         block_size=block_size,
+        exact=exact,
     )
     if question is None:
         from dflash_mlx.cli.session import run_session

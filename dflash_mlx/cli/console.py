@@ -107,7 +107,8 @@ def stats_rows(stats: dict[str, Any]) -> list[tuple[str, str]]:
             ("tokens per cycle", f"{stats['tokens_per_cycle']:.2f} over {stats['cycles']} cycles"),
             ("accepted", f"{stats['accepted']} of {stats['drafted']} drafted tokens"),
         ]
-    return [*rows, ("peak memory", f"{stats['peak_memory_gb']:.2f} GB"), ("BLAS", stats["blas"])]
+    rows += [("peak memory", f"{stats['peak_memory_gb']:.2f} GB"), ("BLAS", stats["blas"])]
+    return [*rows, ("kernels", stats["kernels"])]
 
 
 def show_stats(stats: dict[str, Any]) -> None:

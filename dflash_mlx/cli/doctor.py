@@ -46,12 +46,15 @@ def examine() -> dict[str, Any]:
         "memory_bytes": machine.memory_bytes(),
         "back_end": None,
         "blas": {"name": blas.name, "reason": blas.reason},
+        "kernels": None,
     }
     remarks = [] if blas.fast else [f"Matrix products are slow: {blas.name}. {blas.reason}"]
     try:
         name, reason = machine.back_end()
         report["back_end"] = {"name": name, "reason": reason}
         remarks += _cpu_remarks() if name == "cpu" else []
+        report["kernels"], rejected = _kernels()
+        remarks += rejected
     except ImportError:
         remarks.append("The back-end is unknown because MLX cannot be imported.")
     report["cache"], cache_problems, cache_remarks = _cache_folder()
@@ -65,6 +68,14 @@ def _python_problems() -> list[str]:
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
         return []
     return [f"Python {platform.python_version()} is not supported. Use 3.11, 3.12 or 3.13."]
+
+
+def _kernels() -> tuple[str, list[str]]:
+    """What runs as a kernel, each tried on a small case first, and a remark for each that fails."""
+    from dflash_mlx import kernels
+
+    failed = kernels.try_all()
+    return kernels.status(), failed
 
 
 def _cpu_remarks() -> list[str]:
@@ -136,6 +147,7 @@ def _show(report: dict[str, Any]) -> None:
         ("memory", console.gigabytes(report["memory_bytes"])),
         ("back-end", f"{back_end['name']}: {back_end['reason']}" if back_end else "unknown"),
         ("BLAS", f"{blas['name']}: {blas['reason']}"),
+        ("kernels", report["kernels"] or "unknown"),
         ("cache", f"{cache['path']} ({console.gigabytes(cache['free_bytes'])} free)"),
     ]
     rows += [(name, place or "missing") for name, place in report["files"].items()]

@@ -29,6 +29,8 @@ class GenerationStats:
     engine: str = "plain"
     #: why this engine answered
     engine_reason: str = ""
+    #: whether every operation gave a row the same bits whatever rows were beside it
+    exact: bool = False
     #: draft-and-verify passes; plain steps are not cycles
     cycles: int = 0
     #: tokens emitted by those cycles: accepted drafts and bonus tokens
@@ -53,6 +55,8 @@ class GenerationStats:
     versions: dict[str, str] = field(default_factory=dict)
     #: which matrix library MLX's CPU back-end uses, and why
     blas: str = ""
+    #: what ran as Metal kernels, or why MLX's own operations answered
+    kernels: str = ""
     #: sentences a person should see
     warnings: list[str] = field(default_factory=list)
     _last_cycle: tuple[int, int] = field(default=(0, 0), repr=False)

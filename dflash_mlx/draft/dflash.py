@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash_mlx.cache.context import ContextCache, LayerContext
+from dflash_mlx.cache.context import ContextCache, LayerContext, SharedContext
 from dflash_mlx.draft.base import DraftSampling, Proposal
 from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.kernels import (
+    HeadProjection,
+    Sight,
+    block_attention,
+    context_projection,
+    kernels_active,
+    rows_matmul,
+)
 from dflash_mlx.layers.mlp import MLP
 from dflash_mlx.layers.rope import Rope
 
@@ -32,7 +39,7 @@ class DraftAttention(nn.Module):
         super().__init__()
         hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.window, self.causal = config.windows[layer], config.causal[layer]
+        self.sight = Sight(config.causal[layer], config.windows[layer])
         self.scale = dim**-0.5
         self.q_proj = nn.Linear(hidden, self.heads * dim, bias=bias)
         self.k_proj = nn.Linear(hidden, self.kv_heads * dim, bias=bias)
@@ -41,7 +48,7 @@ class DraftAttention(nn.Module):
         self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, rope: Rope, context: LayerContext) -> mx.array:
+    def __call__(self, x: mx.array, rope: Rope, context: LayerContext | SharedContext) -> mx.array:
         """[1, L, H] at positions context.length .. -> [1, L, H]."""
         rows = x.shape[1]
         queries = self.q_norm(self.q_proj(x).reshape(1, rows, self.heads, -1))
@@ -49,12 +56,14 @@ class DraftAttention(nn.Module):
         values = self.v_proj(x).reshape(1, rows, self.kv_heads, -1)
         queries = rope(queries.transpose(0, 2, 1, 3), context.length)  # [1, Hq, L, D]
         keys = rope(keys.transpose(0, 2, 1, 3), context.length)
-        keys, values = context.with_block(keys, values.transpose(0, 2, 1, 3))
-        mask = block_mask(rows, context.visible, self.window, self.causal)
-        out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self.scale, mask=mask
+        out = block_attention(
+            queries,
+            context.around(keys, values.transpose(0, 2, 1, 3)),
+            scale=self.scale,
+            sight=self.sight,
+            position=context.length,
         )
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(1, rows, -1))
+        return self.o_proj(out)
 
 
 class DraftLayer(nn.Module):
@@ -65,7 +74,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, rope: Rope, context: LayerContext) -> mx.array:
+    def __call__(self, x: mx.array, rope: Rope, context: LayerContext | SharedContext) -> mx.array:
         x = x + self.self_attn(self.input_layernorm(x), rope, context)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -107,23 +116,11 @@ class ContextProjection:
     def __init__(self, model: DFlashModel, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
         attentions = [model.layers[i].self_attn for i in layers]
-        self.kv_heads = attentions[0].kv_heads
-        self.eps = attentions[0].k_norm.eps
         self.joined = join_rows([a.k_proj for a in attentions] + [a.v_proj for a in attentions])
-        norms = [a.k_norm.weight for a in attentions]
-        # Every head's own weight row: [layers · Hkv, D].
-        self.k_norms = mx.repeat(mx.stack(norms), self.kv_heads, axis=0)
-        mx.eval(self.k_norms)
-
-    def __call__(self, hidden: mx.array, rope: Rope, position: int) -> list[tuple[mx.array, ...]]:
-        """[1, S, H] at positions position .. -> a layer's (keys, values), each [1, Hkv, S, D]."""
-        rows, total = hidden.shape[1], len(self.layers) * self.kv_heads
-        both = self.joined(hidden).reshape(1, rows, 2 * total, -1)  # [1, S, 2·layers·Hkv, D]
-        keys = mx.fast.rms_norm(both[:, :, :total], None, self.eps) * self.k_norms
-        keys = rope(keys.transpose(0, 2, 1, 3), position)
-        values = both[:, :, total:].transpose(0, 2, 1, 3)
-        cuts = range(0, total, self.kv_heads)
-        return [(keys[:, c : c + self.kv_heads], values[:, c : c + self.kv_heads]) for c in cuts]
+        norms = mx.stack([a.k_norm.weight for a in attentions])
+        mx.eval(norms)
+        first = attentions[0]
+        self.heads = HeadProjection(self.joined, norms, first.k_norm.eps, first.kv_heads)
 
 
 class DFlashDrafter:
@@ -156,7 +153,7 @@ class DFlashDrafter:
         self._whole_block = not all(config.causal)
 
     def make_cache(self) -> ContextCache:
-        return ContextCache(self.config.windows)
+        return ContextCache(self.config.windows, shared=kernels_active())
 
     def observe(self, features: mx.array, cache: ContextCache) -> None:
         """Append features [1, S, T·H] of the next S committed positions to every layer's context.
@@ -169,12 +166,14 @@ class DFlashDrafter:
         end = cache.length + rows
         kept = [cache[p.layers[0]].rows_kept(rows) for p in self._projections]
         longest = max(kept)
-        hidden = self.model.fuse(features[:, rows - longest :].astype(self._dtype))
+        seen = features[:, rows - longest :].astype(self._dtype)
+        fused = rows_matmul(seen, self.model.fc, mx.float32)
         for projection, count in zip(self._projections, kept, strict=True):
-            own = hidden[:, longest - count :]
-            projected = projection(own, self.config.rope, end - count)
-            for layer, (keys, values) in zip(projection.layers, projected, strict=True):
-                cache[layer].append(keys, values, rows)
+            own = fused[:, longest - count :]
+            keys, values = context_projection(
+                own, self.model.hidden_norm, projection.heads, self.config.rope, end - count
+            )
+            cache.append(projection.layers, keys, values, rows)
 
     def propose(
         self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: ContextCache
@@ -230,25 +229,6 @@ class DFlashDrafter:
         spread = mx.full((logits.shape[0], self._target.vocab_size), -mx.inf)
         spread[:, self._target_ids] = logits
         return spread
-
-
-def block_mask(rows: int, visible: int, window: int | None, causal: bool) -> mx.array | str | None:
-    """The attention mask of a block of `rows` behind `visible` context rows in reach.
-
-    By positions: a query at p sees j with p - j < window, later block rows only without `causal`.
-    None when everything is visible.
-    """
-    if window is None or visible + rows <= window:
-        return "causal" if causal else None
-    return _window_mask(rows, visible, window, causal)
-
-
-@lru_cache(maxsize=16)
-def _window_mask(rows: int, visible: int, window: int, causal: bool) -> mx.array:
-    """[rows, visible + rows], True where visible. Made by numpy, so that any thread may read it."""
-    behind = visible + np.arange(rows)[:, None] - np.arange(visible + rows)[None]
-    seen = (behind < window) & (behind >= 0 if causal else behind > -window)
-    return mx.array(seen)
 
 
 def join_rows(linears: Sequence[nn.Module]) -> nn.Module:

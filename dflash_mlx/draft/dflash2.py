@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.cache.context import ContextCache, LayerContext
+from dflash_mlx.cache.context import ContextCache, LayerContext, SharedContext
 from dflash_mlx.draft.base import DraftSampling, Proposal
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel, DraftLayer
@@ -65,7 +65,7 @@ class DFlash2Layer(DraftLayer):
         self.attention_conv = GroupedDynamicConv(config)
         self.mlp_conv = GroupedDynamicConv(config)
 
-    def __call__(self, x: mx.array, rope: Rope, context: LayerContext) -> mx.array:
+    def __call__(self, x: mx.array, rope: Rope, context: LayerContext | SharedContext) -> mx.array:
         normed = self.input_layernorm(x)
         before, behind = self.attention_conv.coefficients(normed)
         x = x + convolve(self.self_attn(convolve(normed, before), rope, context), behind)

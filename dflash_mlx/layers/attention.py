@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from dflash_mlx.cache import KVCache, WindowCache
+from dflash_mlx.kernels import Rows, Sight, Surroundings, block_attention
 from dflash_mlx.layers.pooled import attend_pooled, one_row_each
 from dflash_mlx.layers.rope import Rope
 from dflash_mlx.segment import Segment, by_segment, rejoin
-
-
-def causal_mask(rows: int, keys: int, window: int | None = None) -> str | mx.array | None:
-    """What the last `rows` of `keys` positions may see: themselves and what lies before.
-
-    With a `window` W a query at p sees p-W < j <= p. None: a single row sees every key.
-    """
-    if window is not None and keys > window:
-        return _window_mask(rows, keys, window)
-    return "causal" if rows > 1 else None
-
-
-# Few, since the mask of a prefill chunk has some hundred kB; blocks of a full window share one.
-@lru_cache(maxsize=16)
-def _window_mask(rows: int, keys: int, window: int) -> mx.array:
-    """[rows, keys] bool. From numpy, so that it is evaluated and every thread may use it."""
-    query = np.arange(keys - rows, keys)[:, None]
-    key = np.arange(keys)[None]
-    return mx.array((key <= query) & (key > query - window))
 
 
 class Attention(nn.Module):
@@ -39,6 +19,7 @@ class Attention(nn.Module):
 
     window: positions a query sees, itself included; None is all.
     sinks: a learned logit a head [Hq] that takes part in the softmax and has no value.
+    exact: set by models.exact.
     """
 
     def __init__(
@@ -56,6 +37,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = window
+        self.sight = Sight(True, window)
+        self.exact = False
+        self.head_dim = head_dim
         self.heads = heads
         self.kv_heads = kv_heads
         self.scale = head_dim**-0.5
@@ -118,16 +102,16 @@ class Attention(nn.Module):
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: KVCache | WindowCache
     ) -> mx.array:
         """One segment: [1, T, Hq, D] and twice [1, T, Hkv, D] -> [1, T, Hq·D]."""
-        rows, start = queries.shape[1], cache.length
+        start = cache.length
         queries = self.rope(queries.transpose(0, 2, 1, 3), start)
         keys = self.rope(keys.transpose(0, 2, 1, 3), start)
-        keys, values = cache.write(keys, values.transpose(0, 2, 1, 3))
-        out = mx.fast.scaled_dot_product_attention(
+        held = Rows(*cache.write(keys, values.transpose(0, 2, 1, 3)))
+        return block_attention(
             queries,
-            keys,
-            values,
+            Surroundings(joined=held),
             scale=self.scale,
-            mask=causal_mask(rows, keys.shape[2], self.window),
+            sight=self.sight,
+            position=start,
             sinks=self.get("sinks"),
+            exact=self.exact,
         )
-        return out.transpose(0, 2, 1, 3).reshape(1, rows, -1)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.cache import BorrowedCache, KVCache, WindowCache
-from dflash_mlx.layers.attention import causal_mask
+from dflash_mlx.kernels import Rows, Sight, Surroundings, block_attention
 from dflash_mlx.layers.pooled import attend_pooled, one_row_each
 from dflash_mlx.layers.rope import Rope
 from dflash_mlx.segment import Segment, by_segment, rejoin
@@ -38,7 +38,7 @@ class GemmaAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = heads, kv_heads
         self.rope, self.window, self.norm_eps = rope, window, norm_eps
-        self.borrows = borrows
+        self.borrows, self.exact, self.head_dim = borrows, False, head_dim
         self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
@@ -81,7 +81,6 @@ class GemmaAttention(nn.Module):
         values: mx.array | None = None,
     ) -> mx.array:
         """One segment: [1, T, Hq, D] and twice [1, T, Hkv, D] -> [1, T, Hq·D]."""
-        rows = queries.shape[1]
         queries = self.rope(queries.transpose(0, 2, 1, 3), cache.length)
         if isinstance(cache, BorrowedCache):
             keys, values = cache.read()
@@ -90,6 +89,11 @@ class GemmaAttention(nn.Module):
             assert values is not None
             keys = self.rope(keys.transpose(0, 2, 1, 3), cache.length)
             keys, values = cache.write(keys, values.transpose(0, 2, 1, 3))
-        mask = causal_mask(rows, keys.shape[2], self.window)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
-        return out.transpose(0, 2, 1, 3).reshape(1, rows, -1)
+        return block_attention(
+            queries,
+            Surroundings(joined=Rows(keys, values)),
+            scale=1.0,
+            sight=Sight(True, self.window),
+            position=cache.length,
+            exact=self.exact,
+        )

@@ -1,0 +1,30 @@
+"""Operations with a Metal kernel each and a twin in MLX's operations; see metal/README.md.
+
+backend decides between the two. The callers see one function an operation.
+"""
+
+from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention, block_mask
+from dflash_mlx.kernels.backend import kernels_active, rejections, status
+from dflash_mlx.kernels.gated_delta import Advance, DeltaRows, advance, replay
+from dflash_mlx.kernels.matmul import rows_matmul
+from dflash_mlx.kernels.projection import HeadProjection, context_projection
+from dflash_mlx.kernels.trial import try_all
+
+__all__ = [
+    "Advance",
+    "DeltaRows",
+    "HeadProjection",
+    "Rows",
+    "Sight",
+    "Surroundings",
+    "advance",
+    "block_attention",
+    "block_mask",
+    "context_projection",
+    "kernels_active",
+    "rejections",
+    "replay",
+    "rows_matmul",
+    "status",
+    "try_all",
+]

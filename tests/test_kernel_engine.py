@@ -1,0 +1,121 @@
+"""Whole generations with every kernel on the CPU harness give the text of MLX's operations."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from metal_cpu import Mode
+from metal_kernels import kernels_on_cpu, launches
+from tiny import tiny_prompt, tiny_target
+from tiny_drafter import drafter_config, write_drafter
+
+from dflash_mlx.decode.sampling import SamplingParams
+from dflash_mlx.decode.session import Session
+from dflash_mlx.decode.stats import GenerationStats
+from dflash_mlx.draft.base import DraftSampling, Proposal
+from dflash_mlx.draft.checkpoint import open_drafter
+from dflash_mlx.draft.dflash import DFlashDrafter
+from dflash_mlx.kernels import backend, try_all
+
+pytestmark = pytest.mark.metal_cpu
+
+TOKENS = 32
+ACCEPTS = (4, 0, 2, 4, 1, 3)  # of the four drafts of a block, cycle by cycle
+# Every family with a drafter of another kind; llama's heads of 12 would fit no kernel.
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("full", {"head_dim": 16}),
+    "qwen3": ("sliding", {}),
+    "qwen3_moe": ("bias", {}),
+    "gpt_oss": ("yarn", {}),
+    "qwen3_5": ("sliding_bidirectional", {}),
+    "qwen3_next": ("mixed", {}),
+    "gemma4_shared": ("second", {}),
+}
+
+
+class Coached:
+    """A drafter whose drafts are recorded, and replaced by a known text with planned errors."""
+
+    def __init__(self, drafter: DFlashDrafter, start: int, truth: list[int]) -> None:
+        self.drafter, self.start, self.truth = drafter, start, truth
+        self.block_size, self.taps = drafter.block_size, drafter.taps
+        self.make_cache, self.observe = drafter.make_cache, drafter.observe
+        self.drafts: list[list[int]] = []
+
+    def propose(
+        self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: Any
+    ) -> Proposal:
+        proposal = self.drafter.propose(anchor, n, sampling, cache)
+        accepted = ACCEPTS[len(self.drafts) % len(ACCEPTS)]
+        self.drafts.append(proposal.tokens.tolist())
+        at = cache.length - self.start + 1
+        tokens = self.truth[at : at + n]
+        tokens = [t if i < accepted else (t + 1) % 48 for i, t in enumerate(tokens)]
+        return Proposal(mx.array(tokens, dtype=mx.int32), None, proposal.healthy)
+
+
+def _decode(target: Any, drafter: Any) -> tuple[list[int], GenerationStats]:
+    stats, prompt = GenerationStats(), tiny_prompt(target.vocab_size, 21)
+    session = Session(target, drafter, nullcontext)
+    steps = list(session.run(prompt, SamplingParams(), TOKENS, (), stats))
+    return [token for step in steps for token in step], stats
+
+
+@pytest.mark.parametrize("family", PAIRS)
+def test_text_drafts_and_acceptance_are_those_of_the_operations(
+    family: str, tmp_path: Path
+) -> None:
+    variant, overrides = PAIRS[family]
+    target = tiny_target(family, **overrides)
+    config = drafter_config(
+        variant,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+    )
+    config["dflash_config"] |= {"target_layer_ids": [0, 1, 3]}
+    drafter = open_drafter(write_drafter(tmp_path / "drafter", config), target, dtype=mx.float32)
+    truth, _ = _decode(target, None)
+    by_operations = Coached(drafter, 21, truth)
+    text, stats = _decode(target, by_operations)
+    assert text == truth
+    assert stats.accepted > 10
+    with kernels_on_cpu(Mode.FAST) as made:
+        by_kernels = Coached(drafter, 21, truth)
+        found, kernel_stats = _decode(target, by_kernels)
+    assert found == truth
+    assert by_kernels.drafts == by_operations.drafts
+    assert kernel_stats.accept_histogram == stats.accept_histogram
+    ran, cycles, layers = launches(made), stats.cycles, len(drafter.model.layers)
+    # The prompt's 21 rows are too many for the two kernels of the injection.
+    windows = len(set(drafter.config.windows))
+    assert ran["rows_matmul"] * windows == ran["context_projection"] >= windows * (cycles - 1)
+    assert ran["block_attention"] > layers * cycles
+    if family in ("qwen3_5", "qwen3_next"):
+        assert ran["gated_delta_advance"] > ran["gated_delta_replay"] > cycles
+
+
+def test_the_trial_runs_every_kernel_and_finds_no_fault() -> None:
+    with kernels_on_cpu(trusted=False) as made:
+        assert try_all() == []
+        assert set(launches(made)) == {
+            *("rows_matmul", "context_projection", "block_attention", "attention_combine"),
+            *("gated_delta_advance", "gated_delta_replay"),
+        }
+        names = "block_attention, context_projection, gated_delta_advance, gated_delta_replay"
+        assert f"{names}, rows_matmul" in backend.status()
+
+
+def test_the_trial_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_mlx.kernels.attention.split_keys", lambda total: 64)
+    monkeypatch.setattr("dflash_mlx.kernels.attention._tile", lambda dim, dtype: 48)
+    with kernels_on_cpu(trusted=False), pytest.warns(RuntimeWarning, match="block_attention"):
+        assert any("block_attention is not used" in sentence for sentence in try_all())
+
+
+def test_without_kernels_the_trial_does_nothing() -> None:
+    assert try_all() == []
