@@ -68,13 +68,13 @@ def test_a_drafter_overfits_and_its_tau_is_that_of_generation(
     assert 0 < sum(text.answer_ids[-1] == end for text in texts) < TEXTS
     # What is measured on is trained on: the aim is to learn by heart.
     monkeypatch.setattr(run, "split", lambda texts, held_out: (texts, texts))
-    replays, replay_all = [], trainer.replay_all
+    replays, joined = [], trainer.joined
 
-    def kept(*arguments):
-        replays.append(replay_all(*arguments))
+    def kept(sets):
+        replays.append(joined(sets))
         return replays[-1]
 
-    monkeypatch.setattr(trainer, "replay_all", kept)
+    monkeypatch.setattr(trainer, "joined", kept)
     answers = write_answers(tmp_path / "answers.jsonl", texts)
     shape = Shape(layers=1, taps=2)
     # Drafters for Gemma learn more slowly: 1.4 after as many steps as suffice for the others.
