@@ -192,14 +192,14 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
         "--temp", "0.5", "--top-p", "0.9", "--top-k", "3", "--min-p", "0.1",
         "--repetition-penalty", "1.2", "--seed", "7", "--system", "s", "--no-thinking",
         "--block-size", "4", "--dtype", "float32", "--stop", "a", "--stop", "b",
-        "--revision", "r",
+        "--revision", "r", "--exact",
     )  # fmt: skip
     fake("chat", "m", "p")
     fake("chat", "m", "p", "--no-draft", "--reasoning", "low")
     full, plain, undrafted = fake.engines
     assert full.loaded == {
         "name": "m", "draft": "d", "draft_bits": 8, "dtype": "float32", "revision": "r",
-        "block_size": 4,
+        "block_size": 4, "exact": True,
     }  # fmt: skip
     assert full.asked == [
         (
@@ -215,7 +215,7 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
     ]
     assert plain.loaded == {
         "name": "m", "draft": "auto", "draft_bits": None, "dtype": "auto", "revision": None,
-        "block_size": None,
+        "block_size": None, "exact": False,
     }  # fmt: skip
     assert plain.asked[0][1]["sampling"] == engine.SamplingParams()
     assert plain.asked[0][1]["thinking"] is None
