@@ -62,7 +62,27 @@ def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("metal_cpu.kernel.default_schedule", request.param)
 
 
+#: files that take longest, in this order: begun last, one of them would run alone at the end
+_LONG = (
+    "test_smollm2",
+    "test_train_families",
+    "test_convert_cli",
+    "test_lossless_families",
+    "test_cache_growth",
+    "test_decode",
+    "test_readme",
+    "test_kernel_engine",
+    "test_train_run",
+)
+
+
+def _begun_first(item: pytest.Item) -> int:
+    name = item.path.stem
+    return _LONG.index(name) if name in _LONG else len(_LONG)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_begun_first)
     missing = {}
     if not mx.metal.is_available():
         missing["metal"] = "needs an Apple GPU; MLX has no Metal device here"
