@@ -203,7 +203,10 @@ def test_tests_need_more_packages_than_the_command(checkout: Checkout) -> None:
     checkout.add_python("python3", "3.12")
     checkout.run("dflash")
     code, out, _ = checkout.run("test", "-k", "a b")
-    assert (code, out) == (0, f"pytest in {checkout.root}:-n auto --dist loadfile -k a b\n")
+    assert (code, out) == (
+        0,
+        f"pytest in {checkout.root}:-n auto --dist loadfile --no-loadscope-reorder -k a b\n",
+    )
     assert checkout.calls(f"--editable {checkout.root}[dev]") == 1
     assert checkout.run("dflash", "x") == (0, "ran:x\n", "")
     assert checkout.calls("-m pip install") == 2
