@@ -199,7 +199,7 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
     full, plain, undrafted = fake.engines
     assert full.loaded == {
         "name": "m", "draft": "d", "draft_bits": 8, "dtype": "float32", "revision": "r",
-        "block_size": 4,
+        "block_size": 4, "exact": False, "trace": None,
     }  # fmt: skip
     assert full.asked == [
         (
@@ -215,7 +215,7 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
     ]
     assert plain.loaded == {
         "name": "m", "draft": "auto", "draft_bits": None, "dtype": "auto", "revision": None,
-        "block_size": None,
+        "block_size": "auto", "exact": False, "trace": None,
     }  # fmt: skip
     assert plain.asked[0][1]["sampling"] == engine.SamplingParams()
     assert plain.asked[0][1]["thinking"] is None

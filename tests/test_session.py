@@ -58,7 +58,7 @@ def test_a_warning_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count(WARNING) == 1
 
 
-@pytest.mark.parametrize(("stats", "lines"), [(False, 0), (None, 1), (True, 12)])
+@pytest.mark.parametrize(("stats", "lines"), [(False, 0), (None, 1), (True, 13)])
 def test_statistics_of_a_turn_are_as_long_as_wanted(
     stats: bool | None, lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
