@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from oracle import plain_logits
@@ -12,7 +13,7 @@ from tiny_drafter import drafter_config, write_drafter
 from tiny_engine import VOCAB, tiny_engine
 
 from dflash_mlx import cli, engine
-from dflash_mlx.bench import measure, play, report
+from dflash_mlx.bench import measure, page, play, report
 from dflash_mlx.bench.measure import Pair, Run
 from dflash_mlx.bench.suites import SUITES, Question, read_prompts, samples
 from dflash_mlx.decode.stats import GenerationStats
@@ -97,6 +98,7 @@ def test_repetition_is_counted_over_all_copies() -> None:
     assert measure.longest_repetition([1, 2, 3, 4]) == 0
     assert measure.longest_repetition([7, 1, 2, 1, 2, 1, 2, 9]) == 6
     assert measure.longest_repetition([5, 5, 5]) == 3
+    assert measure.longest_repetition([4, 1, 2, 3, 1, 2, 3]) == 6  # twice is a repetition
     assert measure.degenerate([1, 2, 3] * 20)
     assert not measure.degenerate(list(range(60)))
     assert not measure.degenerate([1] * 10)  # too short to tell
@@ -161,7 +163,8 @@ def test_a_whole_run(row_invariant_blas, tiny, tmp_path: Path, capsys) -> None:
     file.write_text('{"prompt": "a"}\n{"turns": ["b", "c"]}\n')
     notes = tmp_path / "r.md"
     code = bench(
-        "--prompts", str(file), "--max-tokens", "8", "--json", "--markdown", str(notes)
+        "--prompts", str(file), "--max-tokens", "8", "--json", "--markdown", str(notes),
+        "--html", str(tmp_path / "r.html"),
     )  # fmt: skip
     out, err = capsys.readouterr()
     assert code == 0
@@ -181,6 +184,27 @@ def test_a_whole_run(row_invariant_blas, tiny, tmp_path: Path, capsys) -> None:
     assert not found["partial"]
     assert "own: 2 of 2" in err
     assert "| prompts | 2 | 2 |" in notes.read_text()
+    assert (tmp_path / "r.html").read_text().count("<circle") == 8  # two plots, two sides
+
+
+def test_the_page_is_whole_and_draws_to_scale() -> None:
+    found = measure.summarise([pair(), pair(1.0)], "float32")
+    head = {"model": "<b>m", "drafter": "d", "machine": {"chip": "a & b"}, "settings": {}}
+    points = measure.points([pair(), pair(1.0)])
+    drawn = page.page(report.document(head, {"s": found}, found, points, True))
+    assert "<b>m" not in drawn
+    assert "http" not in drawn  # nothing from elsewhere
+    assert "Partial" in drawn
+    tree = ElementTree.fromstring(drawn.partition("\n")[2].replace('<meta charset="utf-8">', ""))
+    figures = tree.findall(".//svg")
+    assert len(figures) == 4
+    speeds, latencies, positions, _ = figures
+    heights = [float(dot.get("cy")) for dot in speeds.findall("circle")]
+    assert heights[0] == heights[1] == pytest.approx(178 - 136 * 2 / 8, abs=0.1)  # of 8 tok/s
+    assert min(heights) == 42  # the fastest touches the top
+    assert len(latencies.findall("circle")) == 4
+    bars = [float(bar.get("height")) for bar in positions.findall("rect")]
+    assert bars[1] == bars[2] == pytest.approx(bars[0] / 2, abs=0.1)
 
 
 def test_an_interrupted_run_shows_what_is_done(tiny, monkeypatch, capsys) -> None:

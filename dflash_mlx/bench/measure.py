@@ -129,6 +129,20 @@ def summarise(pairs: Sequence[Pair], dtype: str) -> dict[str, Any]:
     }
 
 
+def points(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """Every pair in short: prompt tokens, and tok/s and seconds of the request on both sides."""
+    return [
+        {
+            "prompt_tokens": pair.plain.stats["prompt_tokens"],
+            **{
+                side: {"tps": run.rate, "seconds": run.stats["total_seconds"]}
+                for side, run in (("plain", pair.plain), ("dflash", pair.dflash))
+            },
+        }
+        for pair in pairs
+    ]
+
+
 def by_position(histogram: Sequence[int]) -> list[float]:
     """Share of cycles that accepted position 1, 2, ... (and all before it); clipped cycles too."""
     cycles = sum(histogram)

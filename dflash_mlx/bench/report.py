@@ -7,10 +7,14 @@ from typing import Any
 
 
 def document(
-    head: dict[str, Any], suites: dict[str, dict[str, Any]], summary: dict[str, Any], partial: bool
+    head: dict[str, Any],
+    suites: dict[str, dict[str, Any]],
+    summary: dict[str, Any],
+    points: list[dict[str, Any]],
+    partial: bool,
 ) -> dict[str, Any]:
-    """The JSON document: `head` has model, drafter, machine and settings."""
-    return {**head, "suites": suites, "summary": summary, "partial": partial}
+    """The JSON document: `head` has model, drafter, machine and settings; points: every pair."""
+    return {**head, "suites": suites, "summary": summary, "points": points, "partial": partial}
 
 
 def rows(report: dict[str, Any], *, with_prefill: bool = True) -> list[list[str]]:

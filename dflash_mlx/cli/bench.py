@@ -53,6 +53,9 @@ def bench(
     markdown: Annotated[
         Path | None, _option("Write the report to this file.", "--markdown", "FILE")
     ] = None,
+    html: Annotated[
+        Path | None, _option("Write a page with plots to this file.", "--html", "FILE")
+    ] = None,
 ) -> None:
     """Measure plain decoding against DFlash, prompt by prompt on one loaded model."""
     block = parse_block_size(block_size)
@@ -65,10 +68,12 @@ def bench(
     else:
         wanted = {name: samples_of(name, samples) for name in suite.split(",")}
     from dflash_mlx import engine as engines
-    from dflash_mlx.bench import play, report
+    from dflash_mlx.bench import page, play, report
 
     engine = engines.load(model, draft=draft or "auto", dtype=dtype, block_size=block)
     settings = play.Settings(max_tokens, temp, repeats=repeats, cool_down=cool_down)
+    for file in (markdown, html):
+        _check_place(file)
     for questions in wanted.values():
         play.check(engine, questions, settings)
     pairs, partial = _play(engine, wanted, settings, play.play)
@@ -76,6 +81,8 @@ def bench(
     found = _report(head, pairs, engine, partial)
     if markdown is not None:
         markdown.write_text(report.markdown(found, with_prefill=not no_prefill), "utf-8")
+    if html is not None:
+        html.write_text(page.page(found, with_prefill=not no_prefill), "utf-8")
     console.show_rows(
         report.rows(found, with_prefill=not no_prefill), sys.stderr if as_json else sys.stdout
     )
@@ -101,6 +108,12 @@ def _check(
         raise UsageError(f"--cool-down is {cool_down}. Give seconds, 0 or more.")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
+
+
+def _check_place(file: Path | None) -> None:
+    """A report that cannot be kept is refused before hours of measuring, not after."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise UsageError(f"{file} cannot be written: no such folder. Name a file in one that is.")
 
 
 def _play(
@@ -130,8 +143,9 @@ def _report(
 
     dtype = str(engine.target.dtype).removeprefix("mlx.core.")
     suites = {name: measure.summarise(found, dtype) for name, found in pairs.items()}
-    summary = measure.summarise([p for found in pairs.values() for p in found], dtype)
-    return report.document(head, suites, summary, partial)
+    every = [p for found in pairs.values() for p in found]
+    summary = measure.summarise(every, dtype)
+    return report.document(head, suites, summary, measure.points(every), partial)
 
 
 def _head(engine: Engine, settings: Settings, samples: int) -> dict[str, Any]:
