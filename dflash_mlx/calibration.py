@@ -35,7 +35,7 @@ def calibration_file(target: Target, drafter: Drafter, block_size: int) -> Path:
         "blas": machine.blas_in_use().name,
         "threads": os.environ.get("OPENBLAS_NUM_THREADS"),
         "versions": machine.versions(),
-        "kernels": kernels.status(),
+        "kernels": kernels.kernels_active(),
         "target": _layout(target),
         "drafter": _layout(drafter),
         "block_size": block_size,

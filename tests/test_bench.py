@@ -9,12 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 from oracle import plain_logits
+from tiny import tiny_config, tiny_target
 from tiny_drafter import drafter_config, write_drafter
 from tiny_engine import VOCAB, tiny_engine
 
 from dflash_mlx import cli, engine
 from dflash_mlx.bench import measure, page, play, report
 from dflash_mlx.bench.measure import Pair, Run
+from dflash_mlx.bench.rival import MlxLm
 from dflash_mlx.bench.suites import SUITES, Question, read_prompts, samples
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.errors import SourceError, UsageError
@@ -138,8 +140,6 @@ def test_prompt_files_are_read_strictly(text: str, message: str, tmp_path: Path)
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A tiny engine that the command loads whatever it is asked for."""
-    from tiny import tiny_target
-
     from dflash_mlx.draft.checkpoint import open_drafter
 
     target = tiny_target("llama", vocab_size=VOCAB)
@@ -210,8 +210,8 @@ def test_the_page_is_whole_and_draws_to_scale() -> None:
 def test_an_interrupted_run_shows_what_is_done(tiny, monkeypatch, capsys) -> None:
     true = play.play
 
-    def interrupted(*arguments, **options):
-        yield next(iter(true(*arguments, **options)))
+    def interrupted(*arguments):
+        yield next(iter(true(*arguments)))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(play, "play", interrupted)
@@ -229,6 +229,8 @@ def test_an_interrupted_run_shows_what_is_done(tiny, monkeypatch, capsys) -> Non
         ("--max-tokens 1", "--max-tokens is 1"),
         ("--max-tokens 4000", "reaches beyond the context"),
         ("--temp -1", "--temp is -1.0"),
+        ("--against ollama", "--against is 'ollama'"),
+        ("--html /nowhere/r.html", "cannot be written"),
         ("--block-size many", "--block-size is 'many'"),
     ],
 )
@@ -248,3 +250,17 @@ def test_the_gap_is_that_of_the_targets_logits(tiny) -> None:
     assert found.first_difference == 1
     row = plain_logits(tiny.target, ids)[-1]
     assert found.logit_gap == pytest.approx(abs(row[2] - row[5]), abs=1e-5)
+
+
+def test_mlx_lm_runs_the_same_weights(row_invariant_blas, tiny) -> None:
+    rival = MlxLm(tiny, tiny_config("llama", vocab_size=VOCAB))
+    (found,) = play.play(tiny, [Question("q", "Count.")], play.Settings(max_tokens=8), rival)
+    assert found.rival is not None
+    assert found.rival.tokens == found.plain.tokens
+    summary = measure.summarise([found], "float32")
+    assert summary["mlx_lm"]["identical_to_plain"] == 1
+    assert summary["mlx_lm"]["generation_tps"] == found.rival.rate > 0
+    table = report.rows({"suites": {}, "summary": summary, "partial": False})
+    assert [row[1] for row in table if row[0] == "mlx-lm texts as plain's"] == ["1"]
+    with pytest.raises(UsageError, match="mlx-lm cannot run"):
+        MlxLm(tiny, {"model_type": "nothing"})

@@ -48,6 +48,7 @@ class Pair:
     greedy: bool
     first_difference: int | None = None
     logit_gap: float | None = None
+    rival: Run | None = None  # mlx-lm on the same weights
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -93,8 +94,10 @@ def summarise(pairs: Sequence[Pair], dtype: str) -> dict[str, Any]:
     latencies = sorted(_all(dflash, "total_seconds"))
     histogram = _added(r.stats["accept_histogram"] for r in dflash)
     cycles = sum(_all(dflash, "cycles"))
+    rivals = {"mlx_lm": _against_rival(pairs)} if any(p.rival for p in pairs) else {}
     return {
         "prompts": len(pairs),
+        **rivals,
         "prefill_tps": _median(_all(dflash, "prefill_tps")),
         "ttft_seconds": _median(_all(dflash, "prefill_seconds")),
         "generation_tps": {
@@ -189,6 +192,18 @@ def _agreement(pairs: Sequence[Pair]) -> dict[str, Any]:
         "total": len(greedy),
         "first_difference": min((p.first_difference or 0 for p in different), default=None),
         "logit_gap": max(gaps, default=None),
+    }
+
+
+def _against_rival(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """mlx-lm's speed and how many times as fast plain decoding and DFlash are."""
+    met = [(p, p.rival) for p in pairs if p.rival is not None]
+    return {
+        "generation_tps": _median(rival.rate for _, rival in met),
+        "prefill_tps": _median(rival.stats["prefill_tps"] for _, rival in met),
+        "plain_against_it": _median(_ratio(_mean_rate(p), rival.rate) for p, rival in met),
+        "dflash_against_it": _median(_ratio(p.dflash.rate, rival.rate) for p, rival in met),
+        "identical_to_plain": sum(p.plain.tokens == rival.tokens for p, rival in met if p.greedy),
     }
 
 

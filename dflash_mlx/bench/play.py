@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from dflash_mlx.bench.measure import Pair, Run, first_difference
+from dflash_mlx.bench.rival import MlxLm
 from dflash_mlx.bench.suites import Question
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.engine import Engine
@@ -60,12 +61,15 @@ def play(
     engine: Engine,
     questions: Sequence[Question],
     settings: Settings,
+    rival: MlxLm | None = None,
     rest: Callable[[float], None] = time.sleep,
 ) -> Iterator[Pair]:
-    """A pair a prompt and repeat, after a warm-up of both sides."""
+    """A pair a prompt and repeat, after a warm-up of all sides."""
     plain = plain_side(engine)
     for side in (plain, engine):
         side.generate(questions[0].text, max_tokens=WARM_UP_TOKENS)
+    if rival is not None:
+        rival.run(engine.prompt(questions[0].text, None, None).ids, WARM_UP_TOKENS, 0.0, 0)
     for repeat in range(settings.repeats):
         for question in questions:
             runs = []
@@ -73,7 +77,15 @@ def play(
                 if settings.cool_down:
                     rest(settings.cool_down)
                 runs.append(_run(side, question, settings, repeat))
-            yield _pair(engine, question, runs, settings.temperature == 0)
+            pair = _pair(engine, question, runs, settings.temperature == 0)
+            if rival is not None:
+                rest(settings.cool_down)
+                ids = engine.prompt(question.text, None, None).ids
+                other = rival.run(
+                    ids, settings.max_tokens, settings.temperature, settings.seed + repeat
+                )
+                pair = replace(pair, rival=other)
+            yield pair
 
 
 def _run(engine: Engine, question: Question, settings: Settings, repeat: int) -> Run:

@@ -26,6 +26,8 @@ def rows(report: dict[str, Any], *, with_prefill: bool = True) -> list[list[str]
     table = [["", *(name for name, _ in columns)]]
     for label, show in _lines(with_prefill):
         table.append([label, *(show(numbers) for _, numbers in columns)])
+    if "mlx_lm" in report["summary"]:
+        table += [[label, *(show(n) for _, n in columns)] for label, show in _RIVAL_LINES]
     return table
 
 
@@ -81,6 +83,21 @@ def _lines(with_prefill: bool) -> list[tuple[str, Callable[[dict[str, Any]], str
         ("distinct tokens", lambda n: _number(n["distinct_share"], 2)),
         ("peak memory GB", lambda n: _number(n["peak_memory_gb"], 2)),
     ]
+
+
+def _rival(numbers: dict[str, Any], name: str) -> Any:
+    return numbers.get("mlx_lm", {}).get(name)
+
+
+_RIVAL_LINES: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    ("mlx-lm tok/s", lambda n: _number(_rival(n, "generation_tps"))),
+    ("plain against mlx-lm", lambda n: _times(_rival(n, "plain_against_it"))),
+    (
+        "DFlash against mlx-lm",
+        lambda n: "refused" if n["refused"] else _times(_rival(n, "dflash_against_it")),
+    ),
+    ("mlx-lm texts as plain's", lambda n: str(_rival(n, "identical_to_plain"))),
+]
 
 
 def _latency(numbers: dict[str, Any]) -> str:

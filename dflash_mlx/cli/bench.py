@@ -46,6 +46,9 @@ def bench(
         str | None, _option("Draft with this drafter.", "--draft", "REPO_OR_FOLDER")
     ] = None,
     block_size: Annotated[str, _option("As of `chat`.", "--block-size")] = "auto",
+    against: Annotated[
+        str | None, _option("Another program on the same weights.", "--against", "mlx-lm")
+    ] = None,
     dtype: Dtype = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on the last line.")
@@ -60,6 +63,11 @@ def bench(
     """Measure plain decoding against DFlash, prompt by prompt on one loaded model."""
     block = parse_block_size(block_size)
     _check(samples, max_tokens, temp, repeats, cool_down, dtype)
+    if against not in (None, "mlx-lm"):
+        raise UsageError(f"--against is {against!r}. The only other program is mlx-lm.")
+    from dflash_mlx.machine import prepare_blas
+
+    prepare_blas()  # before anything below imports MLX
     from dflash_mlx.bench.suites import read_prompts
     from dflash_mlx.bench.suites import samples as samples_of
 
@@ -76,7 +84,12 @@ def bench(
         _check_place(file)
     for questions in wanted.values():
         play.check(engine, questions, settings)
-    pairs, partial = _play(engine, wanted, settings, play.play)
+    rival = None
+    if against is not None:
+        from dflash_mlx.bench.rival import MlxLm, config_of
+
+        rival = MlxLm(engine, config_of(model))
+    pairs, partial = _play(wanted, settings, lambda some: play.play(engine, some, settings, rival))
     head = _head(engine, settings, samples)
     found = _report(head, pairs, engine, partial)
     if markdown is not None:
@@ -117,10 +130,9 @@ def _check_place(file: Path | None) -> None:
 
 
 def _play(
-    engine: Engine,
     wanted: dict[str, list[Question]],
     settings: Settings,
-    play: Callable[..., Iterable[Pair]],
+    play: Callable[[list[Question]], Iterable[Pair]],
 ) -> tuple[dict[str, list[Pair]], bool]:
     """Pairs by suite, and whether Ctrl-C ended it early."""
     pairs: dict[str, list[Pair]] = {}
@@ -128,7 +140,7 @@ def _play(
         for name, questions in wanted.items():
             pairs[name] = []
             total = len(questions) * settings.repeats
-            for pair in play(engine, questions, settings):
+            for pair in play(questions):
                 pairs[name].append(pair)
                 console.say(f"{name}: {len(pairs[name])} of {total}")
     except KeyboardInterrupt:
