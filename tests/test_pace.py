@@ -14,7 +14,9 @@ from tiny import tiny_prompt, tiny_target
 from tiny_drafter import BLOCK, drafter_config, write_drafter
 from tiny_engine import tiny_engine
 
-from dflash_mlx import calibration
+from dflash_mlx import calibration, cli, engine
+from dflash_mlx.cli.calibrate import rows_of
+from dflash_mlx.cli.chat import _trace_writer
 from dflash_mlx.decode.calibrate import REPEATS, calibrate
 from dflash_mlx.decode.costs import OUTLIER, Costs, Measured, Refined
 from dflash_mlx.decode.pace import PolicyPace
@@ -207,19 +209,53 @@ def test_calibrations_are_kept_and_read_again(pair, monkeypatch, tmp_path) -> No
 def test_an_engine_calibrates_at_its_first_use_and_a_seed_freezes(pair, tmp_path) -> None:
     target, drafter = pair
     lines: list[str] = []
-    engine = tiny_engine(
+    made = tiny_engine(
         tmp_path, target=target, drafter=drafter, block_size="auto", trace=lines.append
     )
     ids = list(range(7))
-    stats = engine.generate(ids, max_tokens=12).stats
-    assert stats.calibration == engine.calibrate().digest
+    stats = made.generate(ids, max_tokens=12).stats
+    assert stats.calibration == made.calibrate().digest
     assert stats.cycles > 0
     assert len(lines) >= stats.cycles
     fixed = tiny_engine(tmp_path, target=target, drafter=drafter, block_size=3)
     assert fixed.generate(ids, max_tokens=12).stats.block_policy == "blocks of 3"
     params = SamplingParams(seed=1)
-    assert engine._pace(params)._costs.frozen
-    assert not engine._pace(SamplingParams())._costs.frozen
+    assert made._pace(params)._costs.frozen
+    assert not made._pace(SamplingParams())._costs.frozen
     with pytest.raises(UsageError, match="nothing to calibrate"):
         tiny_engine(tmp_path, target=target).calibrate()
-    assert np.isfinite([m.plain for m in engine.calibrate().measured]).all()
+    assert np.isfinite([m.plain for m in made.calibrate().measured]).all()
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def test_the_command_measures_and_names_the_costs(pair, tmp_path, monkeypatch, capsys) -> None:
+    target, drafter = pair
+    made = tiny_engine(tmp_path, target=target, drafter=drafter, block_size="auto")
+    monkeypatch.setattr(engine, "load", lambda name, **options: made)
+    assert command("calibrate", "m", "--seconds", "0.01", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert Costs.from_json(found["measured"]).digest == found["calibration"]
+    assert found["calibration"] == made.calibrate().digest
+    assert rows_of(DEAR.to_json())[1] == ["64", "1000.00", "0.50", "1.60", "3.00"]
+    assert command("calibrate", "m", "--seconds", "0") == 2
+    assert "--seconds is 0.0" in capsys.readouterr().err
+
+
+def test_choices_are_traced_to_a_file(pair, tmp_path, capsys) -> None:
+    target, drafter = pair
+    file = tmp_path / "trace"
+    made = tiny_engine(
+        tmp_path, target=target, drafter=drafter, block_size="auto", trace=_trace_writer(file)
+    )
+    stats = made.generate([1, 2, 3], max_tokens=8).stats
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sum(line["emitted"] for line in lines) >= stats.generation_tokens - 1
+    assert command("chat", "m", "p", "--trace", str(file), "--block-size", "4") == 2
+    assert "--trace writes the choices of --block-size auto" in capsys.readouterr().err
+    assert command("chat", "m", "p", "--block-size", "four") == 2
+    assert "--block-size is 'four'" in capsys.readouterr().err
