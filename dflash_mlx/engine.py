@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 # This one comes first: it has to act before MLX is imported.
 from dflash_mlx.fast_blas import CHOICE as BLAS
@@ -14,7 +14,10 @@ from dflash_mlx.fast_blas import CHOICE as BLAS
 import mlx.core as mx
 
 from dflash_mlx import hub, kernels, registry
+from dflash_mlx.calibration import costs_of
 from dflash_mlx.chat import Chat
+from dflash_mlx.decode.costs import Costs, Refined
+from dflash_mlx.decode.pace import FixedPace, Pace, PolicyPace, Trace
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
@@ -42,6 +45,8 @@ Input = str | Sequence[Message] | Sequence[int]
 
 #: cycles a generation needs before its speed is compared with plain decoding
 COMPARED_CYCLES = 4
+#: share of plain decoding's speed below which choosing the block automatically has failed
+AUTOMATIC_SHARE = 0.97
 
 
 class Engine:
@@ -60,7 +65,8 @@ class Engine:
         reason: str,
         model: str,
         drafter_name: str | None = None,
-        block_size: int | None = None,
+        block_size: int | Literal["auto"] | None = None,
+        trace: Trace | None = None,
         warnings: Sequence[str] = (),
         revisions: tuple[str | None, str | None] = (None, None),
         exact: bool = False,
@@ -74,7 +80,13 @@ class Engine:
         self.model = model
         self.drafter_name = drafter_name
         self.warnings = list(warnings)
+        #: the policy chooses the drafts of each step, up to block_size - 1
+        self.automatic = block_size == "auto" and drafter is not None
         self.block_size = _checked_block_size(block_size, drafter)
+        if self.automatic and exact:
+            self.block_size = min(self.block_size, EXACT_ROWS)
+        self._trace = trace
+        self._costs: Refined | None = None
         if exact and self.block_size > EXACT_ROWS:
             raise UsageError(
                 f"Exact mode verifies at most {EXACT_ROWS} rows and a block has {self.block_size}. "
@@ -134,7 +146,43 @@ class Engine:
 
     def new_session(self) -> Session:
         """An empty sequence for `answer`; its caches live until `free`."""
-        return Session(self.target, self.drafter, self._guard, block_size=self.block_size)
+        return Session(
+            self.target, self.drafter, self._guard, block_size=self.block_size, pace=self._pace
+        )
+
+    def calibrate(self, seconds: float | None = None, *, anew: bool = False) -> Costs:
+        """What cycles cost here: as stored for this machine, else measured, in about `seconds`.
+
+        anew: measure and store again. UsageError for an engine without a drafter.
+        """
+        if self.drafter is None or self.block_size < 2:
+            raise UsageError(
+                f"{self.model} runs without a drafter here ({self.reason}), so there is nothing to "
+                "calibrate. Name a drafter with --draft."
+            )
+        with self._lock:
+            if self._costs is None or anew:
+                costs, warning = costs_of(
+                    self.target,
+                    self.drafter,
+                    self._guard,
+                    self.block_size,
+                    seconds=seconds,
+                    anew=anew,
+                )
+                self._costs = Refined(costs)
+                self.warnings += [warning] if warning else []
+            return self._costs.costs
+
+    def _pace(self, params: SamplingParams) -> Pace:
+        if not self.automatic or self.block_size < 2:
+            return FixedPace(self.block_size)
+        costs = self.calibrate()
+        assert self._costs is not None
+        # A seed repeats a run, so its choices may not depend on how long steps take.
+        frozen = params.seed is not None
+        refined = Refined(costs, frozen=True) if frozen else self._costs
+        return PolicyPace(self.block_size, refined, self._trace)
 
     def _alone(
         self, session: Session, answer: Generator[Chunk, None, None]
@@ -268,7 +316,8 @@ class Engine:
         if bucket not in self._plain_seconds:
             self._plain_seconds[bucket] = session.time_plain_step()
         stats.plain_tps = 1 / self._plain_seconds[bucket]
-        if speed < stats.plain_tps:
+        # The policy decodes plainly where that pays; what it lost in looking is within its bound.
+        if speed < stats.plain_tps * (AUTOMATIC_SHARE if self.automatic else 1):
             stats.warn(
                 f"DFlash was slower here: {speed:.1f} tok/s, where plain decoding makes about "
                 f"{stats.plain_tps:.1f} tok/s. Use --no-draft for text like this."
@@ -282,7 +331,8 @@ def load(
     draft_bits: int | None = None,
     dtype: str = "auto",
     revision: str | None = None,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | None = "auto",
+    trace: Trace | None = None,
     exact: bool = False,
     progress: bool = True,
 ) -> Engine:
@@ -294,13 +344,16 @@ def load(
     plainly; anything else is a drafter's hub id or folder, and an error when it does not serve.
     draft_bits: 4 or 8 quantizes the drafter's linear layers.
     dtype: auto, bfloat16, float16 or float32 (see loader.resolve_dtype).
-    revision: of the target's hub repo. block_size: rows a cycle verifies, at most as trained.
+    revision: of the target's hub repo.
+    block_size: rows a cycle verifies, at most as trained; None is as trained. "auto" verifies what
+    pays and decodes plainly where nothing does; the first use measures this machine for seconds.
+    trace: gets a JSON line for each step of "auto".
     exact: greedy text equals plain decoding's on a GPU, too; see models.exact.
     Raises DFlashError with a sentence to show.
     """
     if draft_bits not in (None, 4, 8):
         raise UsageError(f"draft_bits is {draft_bits!r}. Drafters are quantized to 4 or 8 bits.")
-    if draft is None and (draft_bits or block_size not in (None, 1)):
+    if draft is None and (draft_bits or block_size not in (None, 1, "auto")):
         raise UsageError(
             "Block size and draft bits need a drafter. Leave them out to decode plainly."
         )
@@ -329,19 +382,20 @@ def load(
         model=model,
         drafter_name=chosen.name,
         block_size=block_size,
+        trace=trace,
         warnings=chosen.warnings,
         revisions=(fetched.revision, chosen.revision),
         exact=exact,
     )
 
 
-def _checked_block_size(block_size: int | None, drafter: Drafter | None) -> int:
+def _checked_block_size(block_size: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
     """Rows a cycle verifies: 1 without a drafter, else at most the trained block."""
     if drafter is None:
         return 1
-    if block_size is None:
+    if block_size in (None, "auto"):
         return drafter.block_size
-    if not 1 <= block_size <= drafter.block_size:
+    if not isinstance(block_size, int) or not 1 <= block_size <= drafter.block_size:
         raise UsageError(
             f"Block size {block_size} does not fit this drafter, which was trained for blocks of "
             f"{drafter.block_size}. Give 1 (plain decoding) to {drafter.block_size}."

@@ -326,7 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"give --repeats from 1, --max-tokens from 4, --prompts from 1 to {len(PROMPTS)}"
         )
     try:
-        engine = load(given.model)
+        engine = load(given.model, block_size=None)
         reference = mlx_lm_model(model_config(given.model), engine.target)
         bench = Bench(engine, reference, given.max_tokens)
         chosen = dict(list(PROMPTS.items())[: given.prompts])

@@ -107,3 +107,15 @@ def smollm2_gguf() -> Path:
     from dflash_mlx.registry import resolve
 
     return hub.fetch(resolve("SmolLM2-135M").target_spec).path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_calibrations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tiny models leave no calibrations in the cache folder of whoever runs the tests."""
+    from dflash_mlx import calibration
+
+    home = tmp_path_factory.mktemp("calibrations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "home_dir", lambda: home)
+        patch.setattr(calibration, "FIRST_SECONDS", 0.0)
+        yield

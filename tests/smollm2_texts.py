@@ -23,7 +23,7 @@ def texts(goldens: list[dict[str, Any]], draft: str | None) -> dict[str, Any]:
     from dflash_mlx.engine import load
     from dflash_mlx.machine import blas_in_use
 
-    engine = load("SmolLM2-135M", draft=draft, dtype="float32", progress=False)
+    engine = load("SmolLM2-135M", draft=draft, dtype="float32", block_size=None, progress=False)
     out: dict[str, Any] = {"blas_is_fast": blas_in_use().fast, "texts": []}
     for golden in goldens:
         question = [{"role": "user", "content": golden["prompt"]}]

@@ -199,7 +199,7 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
     full, plain, undrafted = fake.engines
     assert full.loaded == {
         "name": "m", "draft": "d", "draft_bits": 8, "dtype": "float32", "revision": "r",
-        "block_size": 4, "exact": False,
+        "block_size": 4, "exact": False, "trace": None,
     }  # fmt: skip
     assert full.asked == [
         (
@@ -215,7 +215,7 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
     ]
     assert plain.loaded == {
         "name": "m", "draft": "auto", "draft_bits": None, "dtype": "auto", "revision": None,
-        "block_size": None, "exact": False,
+        "block_size": "auto", "exact": False, "trace": None,
     }  # fmt: skip
     assert plain.asked[0][1]["sampling"] == engine.SamplingParams()
     assert plain.asked[0][1]["thinking"] is None
@@ -312,7 +312,8 @@ def test_models_lists_every_pair(run: Run) -> None:
 
 def test_models_counts_what_is_on_disk(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the embedded drafter, and of a target that the hub module says is here."""
-    drafter = sum(f.stat().st_size for f in paths.assets_dir().rglob("*") if f.is_file())
+    folder = paths.assets_dir() / "smollm2-135m-dflash-b8"
+    drafter = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     (row,) = json.loads(run("models", "SMOLLM2", "--json")[1])
     assert row["target_path"] is None
     assert row["bytes_on_disk"] == drafter

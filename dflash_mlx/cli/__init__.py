@@ -13,7 +13,7 @@ import typer
 from typer.main import get_command
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import chat, convert, doctor, models, plan, train
+from dflash_mlx.cli import bench, calibrate, chat, convert, doctor, models, plan, train
 from dflash_mlx.errors import DFlashError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -29,6 +29,8 @@ app.command("chat")(chat.chat)
 app.command("models")(models.models)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
+app.command("bench")(bench.bench)
+app.command("calibrate")(calibrate.calibrate)
 app.command("convert")(convert.convert)
 app.command("train")(train.train)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -49,7 +51,8 @@ def _option(text: str, *names: str, metavar: str | None = None) -> Any:
 _MODEL = "A name of `dflash-mlx models`, a hub id, a folder or a GGUF file."
 _PROMPT = "What to answer; - reads standard input. Without it a session starts."
 _DRAFT = "Draft with this drafter instead of the model's own."
-_BLOCK = "Tokens verified a cycle, the anchor included; 1 is plain decoding."
+_BLOCK = "Tokens verified a cycle, the anchor included; 1 is plain decoding, auto what pays."
+_TRACE = "Write the choices of --block-size auto to this file, one line a step."
 
 Model = Annotated[str, typer.Argument(help=_MODEL)]
 Prompt = Annotated[str | None, typer.Argument(help=_PROMPT, show_default=False)]
@@ -80,7 +83,8 @@ Reasoning = Annotated[
     str | None,
     _option("Reasoning level, for models that have levels.", "--reasoning", metavar="LEVEL"),
 ]
-BlockSize = Annotated[int | None, _option(_BLOCK, "--block-size", metavar="N")]
+BlockSize = Annotated[str, typer.Option("--block-size", metavar="auto|N", help=_BLOCK)]
+TraceFile = Annotated[Path | None, _option(_TRACE, "--trace", metavar="FILE")]
 Dtype = Annotated[
     str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Number type of the weights.")
 ]
@@ -110,7 +114,8 @@ def chat(
     system: System = None,
     thinking: Thinking = None,
     reasoning: Reasoning = None,
-    block_size: BlockSize = None,
+    block_size: BlockSize = "auto",
+    trace: TraceFile = None,
     exact: Exact = False,
     dtype: Dtype = "auto",
     stop: Stop = None,
@@ -119,6 +124,9 @@ def chat(
     as_json: Json = False,
 ) -> None:
     """Answer PROMPT, or talk with MODEL at the terminal."""
+    block = parse_block_size(block_size)
+    if trace is not None and (block != "auto" or no_draft):
+        raise UsageError("--trace writes the choices of --block-size auto. Leave one of them out.")
     _check_loading(draft, no_draft, draft_bits, dtype, max_tokens)
     if thinking is not None and reasoning is not None:
         raise UsageError("--reasoning sets a level, --thinking a switch. Leave one of them out.")
@@ -141,7 +149,8 @@ def chat(
         draft_bits=draft_bits,
         dtype=dtype,
         revision=revision,
-        block_size=block_size,
+        block_size=block,
+        trace=_trace_writer(trace),
         exact=exact,
     )
     if question is None:
@@ -152,6 +161,29 @@ def chat(
         _answer_as_json(engine, question, how)
     else:
         _answer(engine, question, how)
+
+
+def parse_block_size(given: str) -> int | Literal["auto"]:
+    """What --block-size says; numbers that do not fit the drafter are the engine's to refuse."""
+    if given == "auto":
+        return "auto"
+    try:
+        return int(given)
+    except ValueError:
+        raise UsageError(f"--block-size is {given!r}. Give a whole number or auto.") from None
+
+
+def _trace_writer(file: Path | None) -> Callable[[str], None] | None:
+    """Writes lines to a new file as they come."""
+    if file is None:
+        return None
+    try:
+        out = file.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise UsageError(
+            f"--trace cannot write {file}: {error.strerror}. Name another file."
+        ) from None
+    return lambda line: print(line, file=out)
 
 
 def _check_loading(

@@ -107,6 +107,9 @@ def stats_rows(stats: dict[str, Any]) -> list[tuple[str, str]]:
             ("tokens per cycle", f"{stats['tokens_per_cycle']:.2f} over {stats['cycles']} cycles"),
             ("accepted", f"{stats['accepted']} of {stats['drafted']} drafted tokens"),
         ]
+    if stats["block_policy"]:
+        named = f", calibration {stats['calibration']}" if stats["calibration"] else ""
+        rows.append(("block", stats["block_policy"] + named))
     rows += [("peak memory", f"{stats['peak_memory_gb']:.2f} GB"), ("BLAS", stats["blas"])]
     return [*rows, ("kernels", stats["kernels"])]
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
+from dflash_mlx.decode.pace import FixedPace, Pace
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.decode.step import Chooser, Flight, launch, unsound
@@ -25,8 +26,11 @@ PREFILL_CHUNK = 512
 CLEAR_CACHE_EVERY = 256
 #: cycles without one accepted draft after which a person is told
 NEVER_AGREED_CYCLES = 64
+#: rows whose features wait while drafting rests: the drafter reads its weights once for all
+MOST_WAITING = 32
 
 Guard = Callable[[], AbstractContextManager[object]]
+MakePace = Callable[[SamplingParams], Pace]
 
 
 class Session:
@@ -34,7 +38,8 @@ class Session:
 
     guard: entered around every piece of MLX work and never held while the caller has control;
     it selects the stream and excludes other threads.
-    block_size: rows a cycle verifies, anchor included; at most the drafter's trained block.
+    block_size: most rows a cycle verifies, anchor included; at most the drafter's trained block.
+    pace: makes what chooses the drafts of each step of a generation; by default all that fit.
     """
 
     def __init__(
@@ -45,12 +50,14 @@ class Session:
         *,
         block_size: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        pace: MakePace | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.block_size = block_size or (drafter.block_size if drafter else 1)
         self.prefill_chunk = prefill_chunk
         self._guard = guard
+        self._make_pace = pace or (lambda params: FixedPace(self.block_size))
         self._sick = False  # the drafter has produced NaN
         self.reset()
 
@@ -59,6 +66,7 @@ class Session:
         self.ids: list[int] = []  # tokens whose rows are committed
         self.cache = self.target.make_cache()
         self.draft_cache: DraftCache | None = None
+        self._waiting: list[mx.array] = []  # features [1, S, T·H] the drafter has not seen yet
         if self.drafter is not None and self.block_size > 1 and not self._sick:
             self.draft_cache = self.drafter.make_cache()
 
@@ -102,6 +110,9 @@ class Session:
             stats.engine = "plain"
             stats.engine_reason = "the drafter produced NaN earlier in this conversation"
         chooser = self._chooser(params)
+        self._pace = self._make_pace(params)
+        if self.draft_cache is not None:
+            stats.block_policy, stats.calibration = self._pace.name, self._pace.calibration
         try:
             first = self._prefill(prompt, chooser, stats)
             yield from self._decode(chooser, first, max_tokens, end_ids, stats)
@@ -113,6 +124,7 @@ class Session:
         finally:
             with self._guard():
                 self.cache.commit(0)  # rows of a step that was launched and not awaited
+                self._observe_waiting()
                 mx.eval(self._arrays())
                 stats.peak_memory_gb = mx.get_peak_memory() / 1e9
                 mx.clear_cache()
@@ -195,7 +207,7 @@ class Session:
         if chooser.history is not None:
             with self._guard():
                 chooser.history.add(first)
-        began = time.perf_counter()
+        began = landed = time.perf_counter()
         for step in range(1, max_tokens + 1):
             stats.generation_tokens += len(tokens)
             stats.generation_seconds = time.perf_counter() - began
@@ -208,15 +220,26 @@ class Session:
             if flight is None:
                 with self._guard():
                     flight = self._launch(chooser, mx.array(tokens[-1:], mx.int32), left)
+            context, drafted = len(self.ids), flight.drafted
+            shown = time.perf_counter()
             yield tokens
+            landed += time.perf_counter() - shown  # the reader's own time
             with self._guard():
                 tokens, flight = self._land(chooser, flight, tokens[-1], left, end_ids, stats)
-                if step % CLEAR_CACHE_EVERY == 0:
+            now = time.perf_counter()
+            self._pace.timed(context, drafted, now - landed)
+            landed = now
+            if step % CLEAR_CACHE_EVERY == 0:
+                with self._guard():
                     mx.clear_cache()
 
     def _launch(self, chooser: Chooser, anchor: mx.array, left: int) -> Flight:
         # A cycle emits its accepted drafts and one more token, so `left - 1` drafts suffice.
-        drafts = min(self.block_size - 1, left - 1) if self.draft_cache is not None else 0
+        drafts = 0
+        if self.draft_cache is not None:
+            drafts = self._pace.drafts(len(self.ids), left - 1)
+        if drafts:
+            self._observe_waiting()
         return launch(
             self.target, self.cache, self._drafter, self.draft_cache, chooser, anchor, drafts
         )
@@ -238,6 +261,8 @@ class Session:
         ahead = None
         if not flight.drafted:
             self._keep(flight, [anchor])
+            if self.draft_cache is not None:
+                self._pace.landed(0, 1)
             if chooser.history is not None:
                 chooser.history.add(flight.tokens)
             if left > 1:
@@ -249,16 +274,25 @@ class Session:
             if chooser.history is not None:
                 chooser.history.add(mx.array(tokens, mx.int32))
             stats.count_cycle(flight.drafted, accepted, len(tokens))
+            self._pace.landed(accepted, accepted + 1)
             self._watch_drafter(healthy, stats)
         return tokens, ahead
 
     def _keep(self, flight: Flight, ids: list[int]) -> None:
-        """Commit the rows of `ids` in the target and give their features to the drafter."""
+        """Commit the rows of `ids` in the target; their features are the drafter's, soon."""
         self.cache.commit(len(ids))
         self.ids += ids
-        drafter = self._drafter
-        if drafter is not None and flight.features is not None:
-            drafter.observe(flight.features[:, : len(ids)], self.draft_cache)
+        if self.draft_cache is not None and flight.features is not None:
+            self._waiting.append(flight.features[:, : len(ids)])
+            if flight.drafted or len(self._waiting) >= MOST_WAITING:
+                self._observe_waiting()
+
+    def _observe_waiting(self) -> None:
+        """Give the drafter the features it lacks; its context is then as long as the target's."""
+        waiting, self._waiting = self._waiting, []
+        if waiting and (drafter := self._drafter) is not None:
+            joined = waiting[0] if len(waiting) == 1 else mx.concatenate(waiting, axis=1)
+            drafter.observe(joined, self.draft_cache)
 
     def _watch_drafter(self, healthy: bool, stats: GenerationStats) -> None:
         if not healthy:

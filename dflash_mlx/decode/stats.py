@@ -31,6 +31,10 @@ class GenerationStats:
     engine_reason: str = ""
     #: whether every operation gave a row the same bits whatever rows were beside it
     exact: bool = False
+    #: what chose the drafts of each step; empty when nothing was drafted
+    block_policy: str = ""
+    #: names the stored costs behind those choices; with the seed it repeats them
+    calibration: str | None = None
     #: draft-and-verify passes; plain steps are not cycles
     cycles: int = 0
     #: tokens emitted by those cycles: accepted drafts and bonus tokens

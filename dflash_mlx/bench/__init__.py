@@ -1,0 +1,1 @@
+"""The benchmark: prompts, interleaved measurements, and what may be said of them."""

@@ -1,0 +1,250 @@
+"""What the benchmark reports, each number defined once, from pairs of generations.
+
+It knows no model. Plain decoding runs twice beside every DFlash run: its ratio to itself says how
+far the machine can be trusted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: texts from this length on are looked at for repetition
+LONG_ENOUGH = 32
+LONGEST_PERIOD = 32
+#: shares of repeated and of distinct tokens beyond which a text is degenerate
+MOST_REPEATED, LEAST_DISTINCT = 0.5, 0.1
+#: share of degenerate texts, and of drift of plain against itself, beyond which no speed is named
+MOST_DEGENERATE, MOST_DRIFT = 0.25, 0.05
+#: logits closer than this may change places by rounding
+NEAR_TIE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: its tokens, and its statistics as `GenerationStats.to_json()`."""
+
+    tokens: list[int]
+    stats: dict[str, Any]
+
+    @property
+    def rate(self) -> float | None:
+        return self.stats["generation_tps"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Plain decoding, DFlash and plain decoding again on one prompt.
+
+    first_difference: index of the first token in which plain and DFlash differ; logit_gap: how far
+    apart the target's logits of the two tokens are there. Both None for equal texts.
+    """
+
+    plain: Run
+    dflash: Run
+    again: Run
+    greedy: bool
+    first_difference: int | None = None
+    logit_gap: float | None = None
+    rival: Run | None = None  # mlx-lm on the same weights
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs; a text that ends earlier differs where it ends."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def longest_repetition(tokens: Sequence[int]) -> int:
+    """Tokens of the longest stretch that repeats a phrase of up to 32 tokens, all copies counted.
+
+    0 where nothing repeats.
+    """
+    longest = 0
+    for period in range(1, min(LONGEST_PERIOD, len(tokens) // 2) + 1):
+        equal = 0
+        for index in range(period, len(tokens)):
+            equal = equal + 1 if tokens[index] == tokens[index - period] else 0
+            if equal >= period:
+                longest = max(longest, equal + period)
+    return longest
+
+
+def degenerate(tokens: Sequence[int]) -> bool:
+    """Whether a text mostly repeats itself: such a text says nothing about drafting."""
+    if len(tokens) < LONG_ENOUGH:
+        return False
+    distinct = len(set(tokens)) / len(tokens)
+    return longest_repetition(tokens) > MOST_REPEATED * len(tokens) or distinct < LEAST_DISTINCT
+
+
+def summarise(pairs: Sequence[Pair], dtype: str) -> dict[str, Any]:
+    """The report over some prompts. Ratios are medians over pairs; above 1 DFlash is faster.
+
+    prefill_tps, ttft_seconds, generation_tps, latency: medians over prompts of what the statistics
+    define; latency is the whole request, prefill included. speedup_generation leaves prefill out,
+    speedup_total has it in. cycle_cost: a cycle's seconds in plain steps, so the tokens a cycle has
+    to bring to be as fast as plain decoding. refused: why no speed-up may be claimed, or None.
+    """
+    plain, dflash = [p.plain for p in pairs], [p.dflash for p in pairs]
+    latencies = sorted(_all(dflash, "total_seconds"))
+    histogram = _added(r.stats["accept_histogram"] for r in dflash)
+    cycles = sum(_all(dflash, "cycles"))
+    rivals = {"mlx_lm": _against_rival(pairs)} if any(p.rival for p in pairs) else {}
+    return {
+        "prompts": len(pairs),
+        **rivals,
+        "prefill_tps": _median(_all(dflash, "prefill_tps")),
+        "ttft_seconds": _median(_all(dflash, "prefill_seconds")),
+        "generation_tps": {
+            "plain": _median(r.rate for r in plain),
+            "dflash": _median(r.rate for r in dflash),
+        },
+        "speedup_generation": _median(_ratio(p.dflash.rate, _mean_rate(p)) for p in pairs),
+        "speedup_total": _median(
+            (p.plain.stats["total_seconds"] + p.again.stats["total_seconds"])
+            / 2
+            / p.dflash.stats["total_seconds"]
+            for p in pairs
+        ),
+        "plain_against_itself": _median(_ratio(p.plain.rate, p.again.rate) for p in pairs),
+        "total_seconds": {
+            "plain": sum(_all(plain, "total_seconds")),
+            "dflash": sum(_all(dflash, "total_seconds")),
+        },
+        "latency_p50": _quantile(latencies, 0.5),
+        "latency_p95": _quantile(latencies, 0.95),
+        "latency_p99": _quantile(latencies, 0.99),
+        "tokens_per_cycle": sum(_all(dflash, "cycle_tokens")) / cycles if cycles else None,
+        "accept_histogram": histogram,
+        "accept_by_position": by_position(histogram),
+        "cycle_cost": _median(_cycle_cost(p) for p in pairs),
+        "agreement": _agreement(pairs),
+        "longest_repetition": max((longest_repetition(r.tokens) for r in dflash), default=0),
+        "distinct_share": _median(len(set(r.tokens)) / len(r.tokens) for r in dflash if r.tokens),
+        "tokens": sum(_all(dflash, "generation_tokens")),
+        "peak_memory_gb": max(_all(dflash, "peak_memory_gb"), default=0.0),
+        "refused": refusal(pairs, dtype),
+    }
+
+
+def points(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """Every pair in short: prompt tokens, and tok/s and seconds of the request on both sides."""
+    return [
+        {
+            "prompt_tokens": pair.plain.stats["prompt_tokens"],
+            **{
+                side: {"tps": run.rate, "seconds": run.stats["total_seconds"]}
+                for side, run in (("plain", pair.plain), ("dflash", pair.dflash))
+            },
+        }
+        for pair in pairs
+    ]
+
+
+def by_position(histogram: Sequence[int]) -> list[float]:
+    """Share of cycles that accepted position 1, 2, ... (and all before it); clipped cycles too."""
+    cycles = sum(histogram)
+    return [sum(histogram[i:]) / cycles for i in range(1, len(histogram))] if cycles else []
+
+
+def refusal(pairs: Sequence[Pair], dtype: str) -> str | None:
+    """Why these pairs allow no claim of a speed-up."""
+    if not pairs:
+        return "nothing was measured"
+    wrong = [p for p in pairs if p.greedy and not _agrees(p, dtype)]
+    if wrong:
+        gap = wrong[0].logit_gap
+        of = "where one text ends" if gap is None else f"with logits {gap:.3g} apart"
+        return (
+            f"plain and DFlash texts of {len(wrong)} of {len(pairs)} prompts differ beyond "
+            f"near-ties, the first at token {wrong[0].first_difference}, {of}"
+        )
+    count = sum(degenerate(p.plain.tokens) or degenerate(p.dflash.tokens) for p in pairs)
+    if count > MOST_DEGENERATE * len(pairs):
+        return f"{count} of {len(pairs)} texts repeat themselves"
+    itself = _median(_ratio(p.plain.rate, p.again.rate) for p in pairs)
+    if itself is None or abs(itself - 1) > MOST_DRIFT:
+        told = (
+            "could not be timed" if itself is None else f"is {itself:.3f} times as fast as itself"
+        )
+        return f"plain decoding {told}, so the machine is too busy or the texts too short"
+    return None
+
+
+def _agrees(pair: Pair, dtype: str) -> bool:
+    if pair.first_difference is None:
+        return True
+    return pair.logit_gap is not None and pair.logit_gap <= NEAR_TIE[dtype]
+
+
+def _agreement(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Greedy pairs only: sampled texts differ by chance."""
+    greedy = [p for p in pairs if p.greedy]
+    different = [p for p in greedy if p.first_difference is not None]
+    gaps = [p.logit_gap for p in different if p.logit_gap is not None]
+    return {
+        "identical": len(greedy) - len(different),
+        "total": len(greedy),
+        "first_difference": min((p.first_difference or 0 for p in different), default=None),
+        "logit_gap": max(gaps, default=None),
+    }
+
+
+def _against_rival(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """mlx-lm's speed and how many times as fast plain decoding and DFlash are."""
+    met = [(p, p.rival) for p in pairs if p.rival is not None]
+    return {
+        "generation_tps": _median(rival.rate for _, rival in met),
+        "prefill_tps": _median(rival.stats["prefill_tps"] for _, rival in met),
+        "plain_against_it": _median(_ratio(_mean_rate(p), rival.rate) for p, rival in met),
+        "dflash_against_it": _median(_ratio(p.dflash.rate, rival.rate) for p, rival in met),
+        "identical_to_plain": sum(p.plain.tokens == rival.tokens for p, rival in met if p.greedy),
+    }
+
+
+def _cycle_cost(pair: Pair) -> float | None:
+    """Seconds outside plain steps over cycles, by plain decoding's seconds a token."""
+    stats, rate = pair.dflash.stats, _mean_rate(pair)
+    if not stats["cycles"] or rate is None:
+        return None
+    plain_steps = stats["generation_tokens"] - 1 - stats["cycle_tokens"]
+    return (stats["generation_seconds"] * rate - plain_steps) / stats["cycles"]
+
+
+def _mean_rate(pair: Pair) -> float | None:
+    one, two = pair.plain.rate, pair.again.rate
+    return None if one is None or two is None else (one + two) / 2
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one / other
+
+
+def _all(runs: Iterable[Run], name: str) -> list[Any]:
+    return [run.stats[name] for run in runs]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least this share of all does not exceed."""
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def _added(histograms: Iterable[Sequence[int]]) -> list[int]:
+    total: list[int] = []
+    for histogram in histograms:
+        total += [0] * (len(histogram) - len(total))
+        for index, count in enumerate(histogram):
+            total[index] += count
+    return total
