@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 
 from dflash_mlx import hub, registry
 from dflash_mlx.draft.base import Drafter
 from dflash_mlx.draft.checkpoint import open_drafter
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.models.base import Target
 from dflash_mlx.registry import Resolved
 from dflash_mlx.weights import bundled_drafter
@@ -75,3 +76,20 @@ def _none_known(model: str, path: Path) -> Drafting:
         reason += f"; {offer}"
         return Drafting(reason, warnings=[f"Decoding plainly: {reason}."])
     return Drafting(reason)
+
+
+def checked_block_size(block_size: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
+    """Rows a cycle verifies: 1 without a drafter, else at most the trained block.
+
+    "auto" and None are the trained block. UsageError for a size that does not fit.
+    """
+    if drafter is None:
+        return 1
+    if block_size in (None, "auto"):
+        return drafter.block_size
+    if not isinstance(block_size, int) or not 1 <= block_size <= drafter.block_size:
+        raise UsageError(
+            f"Block size {block_size} does not fit this drafter, which was trained for blocks of "
+            f"{drafter.block_size}. Give 1 (plain decoding) to {drafter.block_size}."
+        )
+    return block_size

@@ -22,7 +22,7 @@ from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import Drafter
-from dflash_mlx.drafting import Drafting, choose_drafter
+from dflash_mlx.drafting import Drafting, checked_block_size, choose_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.generate import Chunk, Completion, Transcript, answer
 from dflash_mlx.loader import load_target
@@ -82,7 +82,7 @@ class Engine:
         self.warnings = list(warnings)
         #: the policy chooses the drafts of each step, up to block_size - 1
         self.automatic = block_size == "auto" and drafter is not None
-        self.block_size = _checked_block_size(block_size, drafter)
+        self.block_size = checked_block_size(block_size, drafter)
         if self.automatic and exact:
             self.block_size = min(self.block_size, EXACT_ROWS)
         self._trace = trace
@@ -387,17 +387,3 @@ def load(
         revisions=(fetched.revision, chosen.revision),
         exact=exact,
     )
-
-
-def _checked_block_size(block_size: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
-    """Rows a cycle verifies: 1 without a drafter, else at most the trained block."""
-    if drafter is None:
-        return 1
-    if block_size in (None, "auto"):
-        return drafter.block_size
-    if not isinstance(block_size, int) or not 1 <= block_size <= drafter.block_size:
-        raise UsageError(
-            f"Block size {block_size} does not fit this drafter, which was trained for blocks of "
-            f"{drafter.block_size}. Give 1 (plain decoding) to {drafter.block_size}."
-        )
-    return block_size

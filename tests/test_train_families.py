@@ -80,7 +80,7 @@ def test_a_drafter_overfits_and_its_tau_is_that_of_generation(
     # Drafters for Gemma learn more slowly: 1.4 after as many steps as suffice for the others.
     recipe = replace(RECIPE, epochs=44) if family.startswith("gemma4") else RECIPE
     result = run.train(run.Order(str(folder), out, recipe, shape, answers=[answers]))
-    engine = dflash_mlx.load(str(folder), draft=str(out))
+    engine = dflash_mlx.load(str(folder), draft=str(out), block_size=None)
     cycles.clear()
     for text in texts:
         # Nothing but its end token ends a text that has one.
