@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from dflash_mlx.machine import memory_bytes, working_set_bytes
 from dflash_mlx.plan.memory import (
-    Precision,
     activation_bytes,
     cache_bytes,
     draft_cache_bytes,
+    draft_precision,
     feature_bytes,
     precision,
 )
@@ -129,7 +129,7 @@ def part_bytes(model: Model, memory: Memory, context: int, bits: int | None) -> 
     draft = model.draft
     parts = {
         "target": how.weight_bytes(model.target),
-        "drafter": Precision(size).weight_bytes(draft) if draft else 0,
+        "drafter": draft_precision(size, model.draft_bits).weight_bytes(draft) if draft else 0,
         **cache_bytes(model.target, context, block, size),
         "draft_cache": draft_cache_bytes(draft, context, block, size) if draft else 0,
         "tap_features": feature_bytes(model.target, model.taps, context, size),

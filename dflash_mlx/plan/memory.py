@@ -63,6 +63,15 @@ def precision(
     return Precision(2, weight_bits)
 
 
+def draft_precision(float_bytes: int, bits: int | None) -> Precision:
+    """What the drafter's loader makes of 4 or 8 bits, on either back-end: groups of 64."""
+    if bits is None:
+        return Precision(float_bytes)
+    # A scale and a bias of a group, in the floats that are not quantized.
+    common = bits + 2 * 8 * float_bytes / 64
+    return Precision(float_bytes, dict.fromkeys(("linear", "embedding", "head"), common))
+
+
 def _bits(common: Mapping[str, Any], own: Any) -> float:
     """Bits of a weight with its share of the group's scale and bias."""
     stated = {**common, **(own if isinstance(own, Mapping) else {})}

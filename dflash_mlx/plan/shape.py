@@ -6,7 +6,7 @@ Follows the parameters of the families in models/ and of drafters in draft/; kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +86,13 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     return Shape(hidden, vocab, layers, weights, limit, experts_mxfp4=kind == "gpt_oss")
 
 
-def read_draft_shape(draft: Mapping[str, Any], taps: int, vocab: int) -> Shape:
-    """A drafter with `taps` features, of the sizes of its own config.json or of [pair.draft]."""
+def read_draft_shape(
+    draft: Mapping[str, Any], taps: int, vocab: int, tables: Sequence[str] = ()
+) -> Shape:
+    """A drafter with `taps` features, of the sizes of its own config.json or of [pair.draft].
+
+    tables: which of embed_tokens and lm_head it does not borrow from the target.
+    """
     config = _Config({**draft, "model_type": "qwen3"})
     hidden, count = config.size("hidden_size"), config.size("num_hidden_layers")
     kinds = config.get("layer_types") or []
@@ -99,15 +104,17 @@ def read_draft_shape(draft: Mapping[str, Any], taps: int, vocab: int) -> Shape:
         if taps_of_conv := config.get("conv_kernel_size"):
             groups = hidden // config.size("conv_group_size")
             # Two convolutions a layer, each with an input and an output side.
-            weights.update(
-                fixed=4 * taps_of_conv * hidden, linear=4 * taps_of_conv * groups * hidden
-            )
+            weights.update(fixed=4 * taps_of_conv * hidden + 4 * taps_of_conv * groups * hidden)
         window = config.size("sliding_window") if index < sliding else None
         inner = config.size("intermediate_size")
         layers.append(Layer(weights, **attention, active_width=inner, window=window))
     weights = Counter(linear=taps * hidden * hidden, fixed=2 * hidden)
     if rank := config.get("selector_rank"):
-        weights.update(linear=rank * hidden, embedding=2 * vocab * rank)
+        weights.update(fixed=rank * hidden + 2 * vocab * rank)
+    if "embed_tokens" in tables:
+        weights["embedding"] = vocab * hidden
+    if "lm_head" in tables:
+        weights["head"] = (draft.get("draft_vocab_size") or vocab) * hidden
     for layer in layers:
         weights.update(layer.weights)
     return Shape(hidden, vocab, tuple(layers), weights, None)

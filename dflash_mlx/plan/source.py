@@ -6,14 +6,17 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_mlx import hub, registry
-from dflash_mlx.errors import SourceError
+from dflash_mlx.errors import CheckpointError, SourceError
 from dflash_mlx.plan.shape import Shape, read_draft_shape, read_shape
 from dflash_mlx.registry import Pair
+
+if TYPE_CHECKING:
+    from dflash_mlx.draft.config import DFlashConfig
 
 # Taps of a drafter whose own config is not known; released ones have 5 to 8.
 ASSUMED_TAPS = 6
@@ -31,6 +34,7 @@ class Model:
     context: int | None  # positions it was made for
     drafter: str | None
     draft: Shape | None
+    draft_bits: int | None  # it is held in; None: as floats
     taps: int
     block: int
     conversions: tuple[tuple[int, str], ...]  # bits and hub id of ready ones
@@ -48,7 +52,7 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
     pair = None if "/" in name and place.exists() else registry.find(name)
     if pair is None:
         config = _local_config(name, place)
-        beside = _drafter_beside(place, config) if drafted else None
+        beside = _drafter_beside(place) if drafted else None
         return _of_config(name, config, None, drafted, beside)
     if pair.config is not None:
         config = {"max_position_embeddings": pair.context, **pair.config}
@@ -65,14 +69,39 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
     return _of_config(name, _read(found), pair, drafted)
 
 
-def _drafter_beside(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of the drafter that a conversion put into the target's folder."""
-    conversion = config.get("conversion")
-    record = conversion.get("drafter") if isinstance(conversion, dict) else None
-    file = folder / "drafter" / "config.json"
-    if not isinstance(record, dict) or not file.is_file():
+@dataclass(frozen=True)
+class _Bundled:
+    """The drafter that a conversion put into the target's folder."""
+
+    config: DFlashConfig
+    tables: tuple[str, ...]  # embed_tokens, lm_head: what it does not borrow
+    bits: int | None  # to hold it in
+
+
+def _drafter_beside(folder: Path) -> _Bundled | None:
+    # Here, because they bring MLX with them and pairs are planned without.
+    from dflash_mlx.draft.config import parse_config
+    from dflash_mlx.weights import bundled_drafter, read_config, read_weights
+
+    if not folder.is_dir() or not (found := bundled_drafter(folder)):
         return None
-    return _read(file)
+    place, bits = found
+    has_weights = any(place.glob("*.safetensors"))  # a config alone can be planned as well
+    names = {name.removesuffix(".weight") for name in read_weights(place)} if has_weights else set()
+    if bits not in (None, 4, 8):
+        raise CheckpointError(
+            f"config.json of {folder} records a drafter of {bits!r:.80} bits, not of 4 or 8; "
+            "convert the model again."
+        )
+    tables = tuple(table for table in ("embed_tokens", "lm_head") if table in names)
+    return _Bundled(parse_config(read_config(place)), tables, bits)
+
+
+def _draft_sizes(config: DFlashConfig) -> dict[str, Any]:
+    """Sizes by the keys of [pair.draft]."""
+    windows = [window for window in config.windows if window is not None]
+    sliding = {"num_sliding_layers": len(windows), "sliding_window": max(windows, default=None)}
+    return asdict(config) | (asdict(config.parts) if config.parts else {}) | sliding
 
 
 def _is_conversion(name: str, pair: Pair) -> bool:
@@ -149,15 +178,16 @@ def _of_config(
     config: Mapping[str, Any],
     pair: Pair | None,
     drafted: bool,
-    beside: Mapping[str, Any] | None = None,
+    beside: _Bundled | None = None,
 ) -> Model:
     target = read_shape(config)
     remarks = _exceptions(config.get("quantization") or {})
     draft, taps, drafter, block = None, 0, None, pair.block_size if pair else None
+    draft_bits = None
     if beside is not None:
-        own = {**beside, **(beside.get("dflash_config") or {})}
-        drafter, taps, block = f"{name}/drafter", len(own["target_layer_ids"]), own["block_size"]
-        draft = read_draft_shape(own, taps, target.vocab_size)
+        own, drafter = beside.config, f"{name}/drafter"
+        taps, block, draft_bits = len(own.target_layer_ids), own.block_size, beside.bits
+        draft = read_draft_shape(_draft_sizes(own), taps, target.vocab_size, beside.tables)
     elif pair is not None and drafted:
         drafter, taps = pair.drafter, len(pair.taps or ()) or ASSUMED_TAPS
         if pair.taps is None:
@@ -178,6 +208,7 @@ def _of_config(
         context=target.context,
         drafter=drafter,
         draft=draft,
+        draft_bits=draft_bits,
         taps=taps,
         block=block,
         conversions=_conversions(pair),
