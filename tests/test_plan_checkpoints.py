@@ -10,16 +10,26 @@ import mlx.core as mx
 import packagings
 import pytest
 from checkpoints import write_folder
+from conversions import write_source
 from mlx.utils import tree_flatten
-from tiny import tiny_config
+from tiny import VARIANTS, target_of, tiny_config
 from tiny_drafter import VOCAB, BorrowedTarget, drafter_config, write_drafter
 
+from dflash_mlx.convert import Order, Recipe, convert
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.plan import find_model, mac_memory, part_bytes
+from dflash_mlx.plan.shape import read_shape
+from dflash_mlx.weights import read_weights
 
 MAC = mac_memory(64)
 WIDE_DRAFTER = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+# Enough layers that mixed recipes treat some unlike others; rows that groups of 32 divide.
+SIZES = {
+    "llama": {"num_hidden_layers": 9},
+    "qwen3_5_moe": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64},
+}
 
 
 def held(module: Any) -> int:
@@ -43,6 +53,56 @@ def write_speculators(folder: Path) -> None:
 
 def write_meta(folder: Path) -> None:
     packagings.save(folder, packagings.meta_config(), packagings.meta_weights())
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_every_quantizable_module_is_known_by_its_path(family: str) -> None:
+    config = tiny_config(family)
+    wanted = {
+        path: module.weight.size
+        for path, module in target_of(config).named_modules()
+        if hasattr(module, "to_quantized")
+    }
+    assert read_shape(config).modules == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", Recipe(mixed="mixed_2_6", group_size=32)),
+        ("llama", Recipe(mixed="mixed_3_4", group_size=32)),
+        ("llama", Recipe(mode="nvfp4")),
+        ("qwen3_5_moe", Recipe(bits=3, group_size=32)),
+        ("gpt_oss", Recipe(bits=4, group_size=32)),
+        ("gpt_oss", Recipe(mode="mxfp4")),
+        ("gpt_oss", None),
+    ],
+)
+def test_a_converted_target_takes_the_bytes_planned(
+    tmp_path: Path, family: str, recipe: Recipe | None
+) -> None:
+    changes = SIZES.get(family, {})
+    folder = write_source(tmp_path / "plain", family, changes=changes, dtype=mx.bfloat16)
+    if recipe is not None:
+        convert(Order(str(folder), tmp_path / "q", recipe))
+        folder = tmp_path / "q"
+    stored = sum(array.nbytes for array in read_weights(folder).values())
+    model = find_model(str(folder))
+    planned = part_bytes(model, MAC, 100, None)["target"]
+    assert planned == pytest.approx(stored, rel=0.05)
+    assert not [remark for remark in model.remarks if "quantized" in remark]
+
+
+def test_published_gpt_oss_is_counted_in_mxfp4(tmp_path: Path) -> None:
+    config = tiny_config("gpt_oss")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    experts = sum(count for path, count in read_shape(config).modules.items() if "experts" in path)
+    wanted = 2 * (read_shape(config).parameters - experts) + experts * 17 // 32
+    for bits in (None, 16):
+        assert part_bytes(find_model(str(file)), MAC, 100, bits)["target"] == wanted
+    for name in ("gpt-oss-20b", "gpt-oss-120b"):
+        assert find_model(name).target.experts_mxfp4
 
 
 @pytest.mark.parametrize("write", [write_official, write_speculators, write_meta])

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.plan.quantization import is_mxfp4
 
 _GATED = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "muse_glimmer")  # an output gate as wide as q
 _HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -21,7 +23,24 @@ _FAMILIES = ("llama", "qwen3", "qwen3_moe", *_HYBRID, "gpt_oss", "gemma4", "mini
 MODEL_TYPES = (*_FAMILIES, "muse_glimmer")
 _PATTERNS = {"gemma4": 6, "gpt_oss": 2, "muse_glimmer": 4}  # one of so many layers sees everything
 
-Counts = Counter[str]  # elements by kind: linear, experts, router, embedding, head, fixed
+Counts = Counter[str]  # elements by module path, and under "fixed" those never quantized
+#: kinds of modules that a quantization takes
+QUANTIZED = ("linear", "experts", "router", "embedding", "head")
+_ENDS = {"fixed": "fixed", "model.embed_tokens": "embedding", "lm_head": "head"}
+_ROUTERS = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "router.proj")
+# Where a family differs from the others in the names of its experts.
+_EXPERTS = {"gpt_oss": "mlp.experts", "gemma4": "experts.switch_glu"}
+_PROJECTIONS = ("gate", "up", "down")
+_ROUTER = {"gpt_oss": "mlp.router", "gemma4": "router.proj"}
+
+
+def kind_of(path: str) -> str:
+    """The kind of a module: one of QUANTIZED, or fixed."""
+    if path in _ENDS:
+        return _ENDS[path]
+    if ".experts." in path or ".switch_mlp." in path:
+        return "experts"
+    return "router" if path.endswith(_ROUTERS) else "linear"
 
 
 @dataclass(frozen=True)
@@ -47,13 +66,32 @@ class Shape:
     hidden_size: int
     vocab_size: int
     layers: tuple[Layer, ...]
-    weights: Counts  # of the whole model
+    outer: Counts  # outside of the layers
     context: int | None  # positions it was made for
     experts_mxfp4: bool = False  # the checkpoint's experts are published in MXFP4
 
     @property
     def parameters(self) -> int:
         return sum(self.weights.values())
+
+    @cached_property
+    def modules(self) -> dict[str, int]:
+        """Weights of every module that can be quantized, by its path."""
+        inner = {
+            f"model.layers.{index}.{path}": count
+            for index, layer in enumerate(self.layers)
+            for path, count in layer.weights.items()
+            if path != "fixed"
+        }
+        return inner | {path: count for path, count in self.outer.items() if path != "fixed"}
+
+    @cached_property
+    def weights(self) -> Counter[str]:
+        """Weights by kind."""
+        kinds = Counter(fixed=self.outer["fixed"] + sum(a.weights["fixed"] for a in self.layers))
+        for path, count in self.modules.items():
+            kinds[kind_of(path)] += count
+        return kinds
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
@@ -77,13 +115,11 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     count = text.size("num_hidden_layers")
     shared = text.get("num_kv_shared_layers") or 0
     layers = tuple(_layer(text, index, shared=index >= count - shared) for index in range(count))
-    weights = Counter(embedding=vocab * hidden, fixed=hidden)
+    outer = Counter({"model.embed_tokens": vocab * hidden, "fixed": hidden})
     if not text.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT):
-        weights["head"] = vocab * hidden
-    for layer in layers:
-        weights.update(layer.weights)
+        outer["lm_head"] = vocab * hidden
     limit = text.get("max_position_embeddings")
-    return Shape(hidden, vocab, layers, weights, limit, experts_mxfp4=kind == "gpt_oss")
+    return Shape(hidden, vocab, layers, outer, limit, experts_mxfp4=is_mxfp4(config))
 
 
 def read_draft_shape(
@@ -108,16 +144,14 @@ def read_draft_shape(
         window = config.size("sliding_window") if index < sliding else None
         inner = config.size("intermediate_size")
         layers.append(Layer(weights, **attention, active_width=inner, window=window))
-    weights = Counter(linear=taps * hidden * hidden, fixed=2 * hidden)
+    outer = Counter({"fc": taps * hidden * hidden, "fixed": 2 * hidden})
     if rank := config.get("selector_rank"):
-        weights.update(fixed=rank * hidden + 2 * vocab * rank)
+        outer["fixed"] += rank * hidden + 2 * vocab * rank
     if "embed_tokens" in tables:
-        weights["embedding"] = vocab * hidden
+        outer["model.embed_tokens"] = vocab * hidden
     if "lm_head" in tables:
-        weights["head"] = (draft.get("draft_vocab_size") or vocab) * hidden
-    for layer in layers:
-        weights.update(layer.weights)
-    return Shape(hidden, vocab, tuple(layers), weights, None)
+        outer["lm_head"] = (draft.get("draft_vocab_size") or vocab) * hidden
+    return Shape(hidden, vocab, tuple(layers), outer, None)
 
 
 class _Config:
@@ -155,7 +189,8 @@ def _layer(config: _Config, index: int, *, shared: bool) -> Layer:
             sequence["window"] = config.size("sliding_window")
     mlp, active = _mlp_of(config, index)
     if shared and config.get("use_double_wide_mlp"):
-        mlp["linear"], active = 2 * mlp["linear"], 2 * active
+        mlp = Counter({path: count * (1 if path == "fixed" else 2) for path, count in mlp.items()})
+        active *= 2
     weights.update(mlp)
     weights["fixed"] += (4 * hidden + 1) if kind == "gemma4" else 2 * hidden
     if kind == "muse_glimmer":
@@ -192,8 +227,12 @@ def _attention(
             kv_heads = config.size("num_global_key_value_heads", kv_heads)
     query, key = heads * dim, kv_heads * dim
     projections = 0 if shared else 1 if one_projection else 2
-    inputs = query * (2 if kind in _GATED else 1) + key * projections
-    weights = Counter(linear=hidden * (inputs + query))
+    queries = query * (2 if kind in _GATED else 1)
+    inputs = queries + key * projections
+    weights = Counter(
+        {"self_attn.q_proj": hidden * queries, "self_attn.o_proj": hidden * query}
+        | {f"self_attn.{name}_proj": hidden * key for name in "kv"[:projections]}
+    )
     if config.get("attention_bias"):
         weights["fixed"] += inputs + hidden
     if kind in _QK_NORM:
@@ -216,9 +255,14 @@ def _delta_net(config: _Config) -> tuple[Counts, dict[str, int]]:
     keys = config.size("linear_num_key_heads") * key_dim
     values, taps = value_heads * value_dim, config.size("linear_conv_kernel_dim", 4)
     channels = 2 * keys + values
+    if config.model_type == "qwen3_next":
+        inputs = {"qkvz": channels + values, "ba": 2 * value_heads}
+    else:
+        inputs = {"qkv": channels, "z": values, "a": value_heads, "b": value_heads}
     weights = Counter(
-        linear=hidden * (channels + 2 * values + 2 * value_heads),
-        fixed=channels * taps + 2 * value_heads + value_dim,
+        {f"linear_attn.in_proj_{name}": hidden * width for name, width in inputs.items()}
+        | {"linear_attn.out_proj": hidden * values}
+        | {"fixed": channels * taps + 2 * value_heads + value_dim}
     )
     return weights, {
         "query_width": channels + values,
@@ -244,11 +288,13 @@ def _mlp_of(config: _Config, index: int) -> tuple[Counts, int]:
     inner_key = "intermediate_size" if kind in _EXPERTS_ALONE else "moe_intermediate_size"
     inner = config.size(inner_key)
     chosen = config.size("top_k_experts" if kind == "gemma4" else "num_experts_per_tok")
-    weights = Counter(experts=3 * experts * hidden * inner, router=experts * hidden)
+    path = _EXPERTS.get(kind, "mlp.switch_mlp")
+    weights = Counter({f"{path}.{name}_proj": experts * hidden * inner for name in _PROJECTIONS})
+    weights[_ROUTER.get(kind, "mlp.gate")] = experts * hidden
     active = chosen * inner
     if kind in _HYBRID:
-        weights += _mlp(config, "shared_expert_intermediate_size")
-        weights["router"] += hidden
+        weights += _mlp(config, "shared_expert_intermediate_size", "mlp.shared_expert")
+        weights["mlp.shared_expert_gate"] = hidden
         active += config.size("shared_expert_intermediate_size")
     if kind == "gemma4":  # beside a dense MLP, with norms and scales of its own
         weights += _mlp(config, "intermediate_size")
@@ -261,9 +307,9 @@ def _mlp_of(config: _Config, index: int) -> tuple[Counts, int]:
     return weights, active
 
 
-def _mlp(config: _Config, inner_key: str) -> Counts:
+def _mlp(config: _Config, inner_key: str, path: str = "mlp") -> Counts:
     hidden, inner = config.size("hidden_size"), config.size(inner_key)
-    weights = Counter(linear=3 * hidden * inner)
+    weights = Counter({f"{path}.{name}_proj": hidden * inner for name in _PROJECTIONS})
     if config.get("mlp_bias"):
         weights["fixed"] += 2 * inner + hidden
     return weights

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_mlx import hub, registry
 from dflash_mlx.errors import CheckpointError, SourceError
-from dflash_mlx.plan.shape import Shape, read_draft_shape, read_shape
+from dflash_mlx.plan.quantization import MXFP4, stated_quantization, uncounted
+from dflash_mlx.plan.shape import Shape, kind_of, read_draft_shape, read_shape
 from dflash_mlx.registry import Pair
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
         config = {"max_position_embeddings": pair.context, **pair.config}
         for bits, spec in _conversions(pair):
             if spec.casefold() == name.casefold():
-                config["quantization"] = {"group_size": 64, "bits": bits}
+                config["quantization"] = {"group_size": 64, "bits": bits, **_mxfp4_experts(config)}
         return _of_config(name, config, pair, drafted)
     found = hub.local_path(pair.target, revision=pair.target_revision)
     if found is None:
@@ -134,7 +135,8 @@ def _read(place: Path) -> dict[str, Any]:
         from dflash_mlx.gguf import open_gguf
 
         source = open_gguf(place)
-        return {**source.config(), "quantization": _kept_bits(source.quantization())}
+        config = source.config()
+        return {**config, "quantization": _kept_bits(source.quantization(), read_shape(config))}
     file = place / "config.json" if place.is_dir() else place
     try:
         config = json.loads(file.read_text("utf-8"))
@@ -147,30 +149,25 @@ def _read(place: Path) -> dict[str, Any]:
     return config
 
 
-def _kept_bits(kept: Mapping[str, Mapping[str, int]]) -> dict[str, Any] | None:
+def _mxfp4_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of experts that conversions leave in the MXFP4 they are published in."""
+    shape = read_shape(config)
+    paths = [path for path in shape.modules if kind_of(path) == "experts"]
+    return dict.fromkeys(paths, MXFP4) if shape.experts_mxfp4 else {}
+
+
+def _kept_bits(kept: Mapping[str, Mapping[str, int]], shape: Shape) -> dict[str, Any] | None:
     """MLX's `quantization` object for a GGUF file of which the modules `kept` stay quantized.
 
-    Layers are taken to be all like most of them; False marks what is dequantized.
+    False marks what is dequantized.
     """
     if not kept:
         return None
-    ends = ("model.embed_tokens", "lm_head")
-    layers = Counter(groups["bits"] for path, groups in kept.items() if path not in ends)
-    common = {"group_size": next(iter(kept.values()))["group_size"]}
-    most = layers.most_common(1)[0][0] if layers else next(iter(kept.values()))["bits"]
-    return {**common, "bits": most, **{path: kept.get(path, False) for path in ends}}
-
-
-def _exceptions(quantization: Mapping[str, Any]) -> list[str]:
-    """A remark on modules with bits of their own, which are counted with those of most."""
-    counted = ("model.embed_tokens", "lm_head")
-    own = [path for path in quantization if "." in path and path not in counted]
-    if not own:
-        return []
-    return [
-        f"{len(own)} modules are quantized in their own way (such as {own[0]}); they are counted "
-        f"with {quantization.get('bits')} bits."
-    ]
+    most = Counter((groups["group_size"], groups["bits"]) for groups in kept.values())
+    group_size, bits = most.most_common(1)[0][0]
+    common = {"group_size": group_size, "bits": bits}
+    own = {path: kept.get(path, False) for path in shape.modules}
+    return common | {path: settings for path, settings in own.items() if settings != common}
 
 
 def _of_config(
@@ -181,7 +178,8 @@ def _of_config(
     beside: _Bundled | None = None,
 ) -> Model:
     target = read_shape(config)
-    remarks = _exceptions(config.get("quantization") or {})
+    quantization = stated_quantization(config)
+    remarks = uncounted(quantization, target.modules)
     draft, taps, drafter, block = None, 0, None, pair.block_size if pair else None
     draft_bits = None
     if beside is not None:
@@ -204,7 +202,7 @@ def _of_config(
     return Model(
         name=name if pair is None or _is_conversion(name, pair) else pair.name,
         target=target,
-        quantization=config.get("quantization"),
+        quantization=quantization,
         context=target.context,
         drafter=drafter,
         draft=draft,
