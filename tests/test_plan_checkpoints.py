@@ -17,10 +17,10 @@ from tiny_drafter import VOCAB, BorrowedTarget, drafter_config, write_drafter
 
 from dflash_mlx.convert import Order, Recipe, convert
 from dflash_mlx.draft.checkpoint import open_drafter
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import CheckpointError, SourceError
 from dflash_mlx.plan import find_model, mac_memory, part_bytes
 from dflash_mlx.plan.shape import read_shape
-from dflash_mlx.weights import read_weights
+from dflash_mlx.weights import UNFINISHED, read_weights
 
 MAC = mac_memory(64)
 WIDE_DRAFTER = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -143,3 +143,59 @@ def test_a_bundled_drafter_that_is_none(tmp_path: Path, config: Any, message: st
     (folder / "drafter" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
         find_model(str(folder))
+
+
+QUANTIZATION = {"group_size": 64, "bits": 4}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"quantization": "x"}, "quantization is 'x', not an object"),
+    ("llama", {"quantization": [1]}, r"quantization is \[1\], not an object"),
+    ("llama", {"quantization": {"group_size": 64}}, "not an object with group_size and bits"),
+    ("llama", {"quantization": {**QUANTIZATION, "mode": "zz"}}, "mode 'zz'; MLX knows affine"),
+    ("llama", {"quantization": {**QUANTIZATION, "mode": []}}, r"mode \[\]"),
+    ("llama", {"quantization": {**QUANTIZATION, "group_size": 0}}, "has group_size 0, which"),
+    ("llama", {"quantization": {**QUANTIZATION, "bits": -4}}, "has bits -4, which"),
+    ("llama", {"quantization": {**QUANTIZATION, "bits": "4"}}, "has bits '4', which"),
+    ("llama", {"quantization": {**QUANTIZATION, "lm_head": {"bits": "q"}}}, "of lm_head has bits"),
+    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by gptq"),
+    ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized by mxfp4"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantized by an unnamed method"),
+    ("llama", {"architectures": ["DFlashDraftModel"]}, "is a DFlash drafter, not a model"),
+    ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, not .* 10000"),
+    ("llama", {"hidden_size": 10**40}, "hidden_size is 1000.*, not a whole number from"),
+    ("llama", {"attention_bias": "no"}, "attention_bias is 'no', not true, false or null"),
+    *(
+        ("llama", {"max_position_embeddings": value}, "max_position_embeddings is .*, not a whole")
+        for value in ("x", 1.5, -1, [], 10**12)
+    ),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "not a list of 4 layers but of 1"),
+    ("gpt_oss", {"layer_types": "x"}, "layer_types is 'x', not a list of full_attention"),
+    ("gpt_oss", {"layer_types": ["other"] * 4}, "not a list of full_attention"),
+    ("gpt_oss", {"num_local_experts": "4"}, "num_local_experts is '4', not a whole number"),
+    ("qwen3_moe", {"num_experts": "4"}, "num_experts is '4', not a whole number"),
+    ("qwen3_moe", {"decoder_sparse_step": "4"}, "decoder_sparse_step is '4', not a whole"),
+    ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers is '1', not a list of whole"),
+    ("gemma4", {"num_kv_shared_layers": "2"}, "num_kv_shared_layers is '2', not a whole number"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), WRONG)
+def test_wrong_values_are_named(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config(family), **changes}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        find_model(str(tmp_path))
+    assert len(str(caught.value)) < 400
+
+
+def test_an_unfinished_conversion_and_a_name_too_long(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
+    assert find_model(str(tmp_path)).target.layers
+    (tmp_path / UNFINISHED).touch()
+    for place in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(CheckpointError, match="is an unfinished conversion"):
+            find_model(str(place))
+    with pytest.raises(SourceError, match="Nothing is known"):
+        find_model("x" * 300)
+    with pytest.raises(SourceError, match="Nothing is known"):
+        find_model("a/" + "x" * 300)

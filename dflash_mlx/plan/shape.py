@@ -26,6 +26,10 @@ _PATTERNS = {"gemma4": 6, "gpt_oss": 2, "muse_glimmer": 4}  # one of so many lay
 Counts = Counter[str]  # elements by module path, and under "fixed" those never quantized
 #: kinds of modules that a quantization takes
 QUANTIZED = ("linear", "experts", "router", "embedding", "head")
+_KINDS = ("full_attention", "sliding_attention", "linear_attention")
+# Larger numbers are broken ones, with which counting would not end.
+_MOST = {"num_hidden_layers": 10_000, "max_position_embeddings": 100_000_000}
+_MOST_OF_ANY = 10**12
 _ENDS = {"fixed": "fixed", "model.embed_tokens": "embedding", "lm_head": "head"}
 _ROUTERS = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "router.proj")
 # Where a family differs from the others in the names of its experts.
@@ -113,12 +117,12 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
         )
     hidden, vocab = text.size("hidden_size"), text.size("vocab_size")
     count = text.size("num_hidden_layers")
-    shared = text.get("num_kv_shared_layers") or 0
+    shared = text.optional("num_kv_shared_layers")
     layers = tuple(_layer(text, index, shared=index >= count - shared) for index in range(count))
     outer = Counter({"model.embed_tokens": vocab * hidden, "fixed": hidden})
-    if not text.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT):
+    if not text.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT):
         outer["lm_head"] = vocab * hidden
-    limit = text.get("max_position_embeddings")
+    limit = text.optional("max_position_embeddings") or None
     return Shape(hidden, vocab, layers, outer, limit, experts_mxfp4=is_mxfp4(config))
 
 
@@ -131,7 +135,7 @@ def read_draft_shape(
     """
     config = _Config({**draft, "model_type": "qwen3"})
     hidden, count = config.size("hidden_size"), config.size("num_hidden_layers")
-    kinds = config.get("layer_types") or []
+    kinds = draft.get("layer_types") or []
     sliding = draft.get("num_sliding_layers", kinds.count("sliding_attention"))
     layers = []
     for index in range(count):
@@ -167,13 +171,44 @@ class _Config:
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(
-                f"The config's {key} is {value!r}, not a whole number above zero; use a complete "
-                "config.json."
-            )
+        value, most = self.get(key, default), _MOST.get(key, _MOST_OF_ANY)
+        if type(value) is not int or not 0 < value <= most:
+            limit = f"from 1 to {most}" if type(value) is int and value > 0 else "above zero"
+            raise _wrong(key, value, f"a whole number {limit}")
         return value
+
+    def optional(self, key: str) -> int:
+        """A size that may be absent, null or 0: then 0."""
+        value = self.get(key, 0)
+        return self.size(key) if type(value) is not int or value else 0
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise _wrong(key, value, "true, false or null")
+        return value
+
+    def indices(self, key: str) -> list[int]:
+        value = self.get(key, [])
+        if not isinstance(value, list) or any(type(index) is not int for index in value):
+            raise _wrong(key, value, "a list of whole numbers")
+        return value
+
+    @cached_property
+    def layer_types(self) -> list[str]:
+        """The kind of every layer; empty when the config does not state them."""
+        kinds, count = self.get("layer_types", []), self.size("num_hidden_layers")
+        if not isinstance(kinds, list) or any(kind not in _KINDS for kind in kinds):
+            raise _wrong("layer_types", kinds, f"a list of {', '.join(_KINDS)}")
+        if kinds and len(kinds) != count:
+            raise _wrong("layer_types", kinds, f"a list of {count} layers but of {len(kinds)}")
+        return kinds
+
+
+def _wrong(key: str, value: object, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"The config's {key} is {value!r:.80}, not {wanted}; use a complete config.json."
+    )
 
 
 def _layer(config: _Config, index: int, *, shared: bool) -> Layer:
@@ -188,7 +223,7 @@ def _layer(config: _Config, index: int, *, shared: bool) -> Layer:
         if not full:
             sequence["window"] = config.size("sliding_window")
     mlp, active = _mlp_of(config, index)
-    if shared and config.get("use_double_wide_mlp"):
+    if shared and config.flag("use_double_wide_mlp"):
         mlp = Counter({path: count * (1 if path == "fixed" else 2) for path, count in mlp.items()})
         active *= 2
     weights.update(mlp)
@@ -199,8 +234,8 @@ def _layer(config: _Config, index: int, *, shared: bool) -> Layer:
 
 
 def _kind_of(config: _Config, index: int) -> str:
-    if kinds := config.get("layer_types"):
-        return str(kinds[index])
+    if kinds := config.layer_types:
+        return kinds[index]
     if config.model_type in _HYBRID:
         interval, other = config.size("full_attention_interval", 4), "linear_attention"
     elif config.model_type in _PATTERNS:
@@ -222,7 +257,7 @@ def _attention(
     one_projection = False
     if kind == "gemma4" and full:
         dim = config.size("global_head_dim", dim)
-        one_projection = bool(config.get("attention_k_eq_v"))
+        one_projection = config.flag("attention_k_eq_v")
         if one_projection:
             kv_heads = config.size("num_global_key_value_heads", kv_heads)
     query, key = heads * dim, kv_heads * dim
@@ -233,7 +268,7 @@ def _attention(
         {"self_attn.q_proj": hidden * queries, "self_attn.o_proj": hidden * query}
         | {f"self_attn.{name}_proj": hidden * key for name in "kv"[:projections]}
     )
-    if config.get("attention_bias"):
+    if config.flag("attention_bias"):
         weights["fixed"] += inputs + hidden
     if kind in _QK_NORM:
         weights["fixed"] += dim if shared else 2 * dim
@@ -277,11 +312,11 @@ def _delta_net(config: _Config) -> tuple[Counts, dict[str, int]]:
 def _mlp_of(config: _Config, index: int) -> tuple[Counts, int]:
     """Parameters of a layer's MLP, and the width computed for one position."""
     kind, hidden = config.model_type, config.size("hidden_size")
-    experts = config.get("num_experts") or config.get("num_local_experts")
+    experts = config.optional("num_experts") or config.optional("num_local_experts")
     is_sparse = (
         experts
-        and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
-        and index not in (config.get("mlp_only_layers") or ())
+        and (index + 1) % (config.optional("decoder_sparse_step") or 1) == 0
+        and index not in config.indices("mlp_only_layers")
     )
     if not is_sparse:
         return _mlp(config, "intermediate_size"), config.size("intermediate_size")
@@ -310,6 +345,6 @@ def _mlp_of(config: _Config, index: int) -> tuple[Counts, int]:
 def _mlp(config: _Config, inner_key: str, path: str = "mlp") -> Counts:
     hidden, inner = config.size("hidden_size"), config.size(inner_key)
     weights = Counter({f"{path}.{name}_proj": hidden * inner for name in _PROJECTIONS})
-    if config.get("mlp_bias"):
+    if config.flag("mlp_bias"):
         weights["fixed"] += 2 * inner + hidden
     return weights

@@ -50,7 +50,7 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
     understood. drafted: whether to count the pair's drafter.
     """
     place = Path(os.path.expanduser(name))
-    pair = None if "/" in name and place.exists() else registry.find(name)
+    pair = None if "/" in name and os.path.exists(place) else registry.find(name)
     if pair is None:
         config = _local_config(name, place)
         beside = _drafter_beside(place) if drafted else None
@@ -116,15 +116,15 @@ def _conversions(pair: Pair | None) -> tuple[tuple[int, str], ...]:
 
 
 def _local_config(name: str, place: Path) -> Mapping[str, Any]:
-    if place.exists():
+    if os.path.exists(place):  # a name too long for a path does not
         return _read(place)
     found = hub.local_path(name)
     if found is None:
         near = registry.suggest(name)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise SourceError(
-            f"Nothing is known of {name!r} before it is fetched: it is no known pair and not on "
-            f"this disk. {hint}Give the path of its config.json, or a name of `dflash-mlx models`."
+            f"Nothing is known of {name!r:.80} before it is fetched: it is no known pair and not "
+            f"on this disk. {hint}Give the path of its config.json, or a name of `dflash-mlx models`."
         )
     return _read(found)
 
@@ -138,6 +138,7 @@ def _read(place: Path) -> dict[str, Any]:
         config = source.config()
         return {**config, "quantization": _kept_bits(source.quantization(), read_shape(config))}
     file = place / "config.json" if place.is_dir() else place
+    _refuse_unfinished(file)
     try:
         config = json.loads(file.read_text("utf-8"))
     except OSError:
@@ -146,7 +147,21 @@ def _read(place: Path) -> dict[str, Any]:
         raise SourceError(f"{file} is not JSON. Give a model folder or a config.json.") from None
     if not isinstance(config, dict):
         raise SourceError(f"{file} is no JSON object. Give a model folder or a config.json.")
+    _refuse_drafter(place, config)
     return config
+
+
+def _refuse_unfinished(file: Path) -> None:
+    from dflash_mlx.weights import UNFINISHED, read_config
+
+    if (file.parent / UNFINISHED).exists():
+        read_config(file.parent)
+
+
+def _refuse_drafter(place: Path, config: Mapping[str, Any]) -> None:
+    from dflash_mlx.loader import refuse_drafter
+
+    refuse_drafter(place, config)
 
 
 def _mxfp4_experts(config: Mapping[str, Any]) -> dict[str, Any]:
