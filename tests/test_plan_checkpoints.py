@@ -160,6 +160,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized by mxfp4"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantized by an unnamed method"),
     ("llama", {"architectures": ["DFlashDraftModel"]}, "is a DFlash drafter, not a model"),
+    ("llama", packagings.meta_config(), "is a DFlash drafter, not a model"),
+    ("llama", packagings.speculators_config(), "is a DFlash drafter, not a model"),
     ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, not .* 10000"),
     ("llama", {"hidden_size": 10**40}, "hidden_size is 1000.*, not a whole number from"),
     ("llama", {"attention_bias": "no"}, "attention_bias is 'no', not true, false or null"),

@@ -16,7 +16,7 @@ from dflash_mlx.plan.memory import (
     feature_bytes,
     precision,
 )
-from dflash_mlx.plan.shape import read_shape
+from dflash_mlx.plan.shape import read_draft_shape, read_shape
 from dflash_mlx.plan.source import Model, find_model
 from dflash_mlx.registry import Pair
 
@@ -26,6 +26,7 @@ __all__ = [
     "Fit",
     "Memory",
     "Model",
+    "drafter_bytes",
     "find_model",
     "mac_memory",
     "part_bytes",
@@ -119,6 +120,14 @@ def target_bytes(pair: Pair) -> dict[int, int] | None:
         bits: precision(shape, metal=True, bits=bits, quantization=None).weight_bytes(shape)
         for bits in (16, 8, 4)
     }
+
+
+def drafter_bytes(pair: Pair) -> int | None:
+    """Bytes of the pair's drafter in 16 bits; None when not known."""
+    if pair.draft is None or pair.config is None or pair.taps is None:
+        return None
+    shape = read_draft_shape(pair.draft, len(pair.taps), read_shape(pair.config).vocab_size)
+    return draft_precision(2, None).weight_bytes(shape)
 
 
 def part_bytes(model: Model, memory: Memory, context: int, bits: int | None) -> dict[str, int]:

@@ -124,7 +124,8 @@ def _local_config(name: str, place: Path) -> Mapping[str, Any]:
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise SourceError(
             f"Nothing is known of {name!r:.80} before it is fetched: it is no known pair and not "
-            f"on this disk. {hint}Give the path of its config.json, or a name of `dflash-mlx models`."
+            f"on this disk. {hint}Give the path of its config.json, or a name of "
+            "`dflash-mlx models`."
         )
     return _read(found)
 
