@@ -283,7 +283,8 @@ def refuse_drafter(folder: Path | str, config: Mapping[str, Any]) -> None:
             f"The config of {folder} has architectures {names!r:.80}, which is no list of names; "
             "correct config.json."
         )
-    if "dflash_config" in config or any("dflash" in str(name).lower() for name in names):
+    own_keys = {"dflash_config", "target_layer_ids"} & config.keys()
+    if own_keys or any("dflash" in str(name).lower() for name in names):
         raise CheckpointError(
             f"{folder} is a DFlash drafter, not a model; give the model it was made for, and this "
             "with --draft."

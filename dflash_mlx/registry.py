@@ -24,6 +24,7 @@ STATUSES = ("real weights", "reference", "planned")
 _SIZE_NAMES = """
     model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim vocab_size tie_word_embeddings attention_bias quantization
+    quantization_config
     sliding_window sliding_window_pattern global_head_dim num_global_key_value_heads
     attention_k_eq_v num_experts num_local_experts num_experts_per_tok top_k_experts
     moe_intermediate_size shared_expert_intermediate_size full_attention_interval

@@ -141,6 +141,11 @@ def fake(run: Run) -> Run:
             "The model './missing.gguf' does not exist: there is no such file or folder. "
             "Check the path; a hub repo is written ORG/NAME.",
         ),
+        (
+            "models Quen3-8B",
+            "No known pair has 'Quen3-8B' in its names. Did you mean Qwen3-8B or Qwen3-4B or "
+            "Qwen3.5-9B? Run `dflash-mlx models`.",
+        ),
         ("models nothing", "No known pair has 'nothing' in its names. Run `dflash-mlx models`."),
     ],
 )
@@ -308,6 +313,23 @@ def test_models_lists_every_pair(run: Run) -> None:
     assert head.split("  ")[0] == "NAME"
     assert [line.split()[0] for line in lines] == [pair.name for pair in load_registry().pairs]
     assert not any(line.endswith(" ") for line in lines)
+
+
+def test_models_shows_more_on_a_wide_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    basic = "NAME STATUS ON DISK GB 16/8/4 BIT FAMILY TARGET DRAFTER"
+    more = ("BLOCK", "CONTEXT", "READY BITS", "DRAFTER GB", "GATED", "LICENCE", "READY 4-BIT")
+    for width in (80, 110, 140, 300):
+        monkeypatch.setenv("COLUMNS", str(width))
+        head, row = run("models", "Qwen/Qwen3-8B")[1].splitlines()
+        titles = " ".join(head.split())
+        assert titles.startswith(basic)
+        assert titles == basic or max(len(head), len(row)) <= width
+        assert (titles == basic) == (width == 80)
+    assert all(title in head for title in more)
+    for fact in ("  16  ", "40960", "8 / 4", "mlx-community/Qwen3-8B-4bit", "Apache-2.0"):
+        assert fact in row
+    (document,) = json.loads(run("models", "Qwen/Qwen3-8B", "--json")[1])
+    assert f"{document['drafter_bytes'] / 1e9:.3g}" in row
 
 
 def test_models_counts_what_is_on_disk(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

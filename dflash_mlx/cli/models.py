@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,11 +24,15 @@ def models(
     ] = False,
 ) -> None:
     """List the known models and their drafters."""
-    from dflash_mlx.registry import load_registry
+    from dflash_mlx.registry import load_registry, suggest
 
     pairs = [pair for pair in load_registry().pairs if _matches(pair, name)]
     if not pairs:
-        raise SourceError(f"No known pair has {name!r} in its names. Run `dflash-mlx models`.")
+        near = suggest(name or "")
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        raise SourceError(
+            f"No known pair has {name!r:.80} in its names. {hint}Run `dflash-mlx models`."
+        )
     rows = [_row(pair) for pair in pairs]
     if as_json:
         print(json.dumps(rows))
@@ -43,7 +49,7 @@ def _matches(pair: Pair, name: str | None) -> bool:
 def _row(pair: Pair) -> dict[str, Any]:
     """One pair; bytes_on_disk counts target and drafter, None when neither is here."""
     from dflash_mlx.hub import local_path, size_on_disk
-    from dflash_mlx.plan import target_bytes
+    from dflash_mlx.plan import drafter_bytes, target_bytes
 
     places = {
         "target": local_path(pair.target, revision=pair.target_revision),
@@ -68,6 +74,7 @@ def _row(pair: Pair) -> dict[str, Any]:
         "licence": pair.licence,
         "gated": pair.gated,
         "target_bytes": target_bytes(pair),
+        "drafter_bytes": drafter_bytes(pair),
         "target_path": str(places["target"]) if places["target"] else None,
         "drafter_path": str(places["drafter"]) if places["drafter"] else None,
         "bytes_on_disk": sum(map(size_on_disk, found)) if found else None,
@@ -94,18 +101,50 @@ def _short(spec: str) -> str:
     return spec.partition("#")[0].rsplit("/", 1)[-1] if spec.startswith("pypi:") else spec
 
 
+def _ready(row: dict[str, Any]) -> str:
+    """Bits of the ready conversions."""
+    return " / ".join(str(bits) for bits in (8, 4) if row[f"target_{bits}bit"])
+
+
+def _known(value: object) -> str:
+    """A fact of models.toml, empty where nobody checked it."""
+    return {None: "", True: "yes", False: "no"}.get(value, str(value))  # type: ignore[call-overload]
+
+
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+_COLUMNS: list[Column] = [
+    ("NAME", lambda row: row["name"]),
+    ("STATUS", lambda row: row["status"]),
+    ("ON DISK", _on_disk),
+    ("GB 16/8/4 BIT", lambda row: _sizes(row["target_bytes"])),
+    ("FAMILY", lambda row: row["family"]),
+    ("TARGET", lambda row: _short(row["target"])),
+    ("DRAFTER", lambda row: _short(row["drafter"])),
+]
+# Shown besides as far as the terminal is wide enough, the most useful first.
+_MORE_COLUMNS: list[Column] = [
+    ("BLOCK", lambda row: _known(row["block_size"])),
+    ("CONTEXT", lambda row: _known(row["context"])),
+    ("READY BITS", _ready),
+    ("DRAFTER GB", lambda row: f"{row['drafter_bytes'] / 1e9:.3g}" if row["drafter_bytes"] else ""),
+    ("GATED", lambda row: _known(row["gated"])),
+    ("LICENCE", lambda row: _known(row["licence"])),
+    ("READY 4-BIT", lambda row: _known(row["target_4bit"])),
+    ("READY 8-BIT", lambda row: _known(row["target_8bit"])),
+]
+
+
 def _show_table(rows: list[dict[str, Any]]) -> None:
-    head = ("NAME", "STATUS", "ON DISK", "GB 16/8/4 BIT", "FAMILY", "TARGET", "DRAFTER")
-    lines = [
-        (
-            row["name"],
-            row["status"],
-            _on_disk(row),
-            _sizes(row["target_bytes"]),
-            row["family"],
-            _short(row["target"]),
-            _short(row["drafter"]),
-        )
-        for row in rows
-    ]
-    console.show_rows([head, *lines], sys.stdout)
+    def cells(column: Column) -> list[str]:
+        title, cell = column
+        return [title, *(cell(row) for row in rows)]
+
+    shown = [cells(column) for column in _COLUMNS]
+    # No terminal says its width: then 80.
+    room = shutil.get_terminal_size().columns - sum(max(map(len, c)) + 2 for c in shown) + 2
+    for column in map(cells, _MORE_COLUMNS):
+        width = max(map(len, column)) + 2
+        if width <= room:
+            shown.append(column)
+            room -= width
+    console.show_rows(list(zip(*shown, strict=True)), sys.stdout)

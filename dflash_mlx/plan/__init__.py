@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from dflash_mlx.machine import memory_bytes, working_set_bytes
 from dflash_mlx.plan.memory import (
-    Precision,
     activation_bytes,
     cache_bytes,
     draft_cache_bytes,
+    draft_precision,
     feature_bytes,
     precision,
 )
-from dflash_mlx.plan.shape import read_shape
+from dflash_mlx.plan.shape import read_draft_shape, read_shape
 from dflash_mlx.plan.source import Model, find_model
 from dflash_mlx.registry import Pair
 
@@ -26,6 +26,7 @@ __all__ = [
     "Fit",
     "Memory",
     "Model",
+    "drafter_bytes",
     "find_model",
     "mac_memory",
     "part_bytes",
@@ -121,6 +122,14 @@ def target_bytes(pair: Pair) -> dict[int, int] | None:
     }
 
 
+def drafter_bytes(pair: Pair) -> int | None:
+    """Bytes of the pair's drafter in 16 bits; None when not known."""
+    if pair.draft is None or pair.config is None or pair.taps is None:
+        return None
+    shape = read_draft_shape(pair.draft, len(pair.taps), read_shape(pair.config).vocab_size)
+    return draft_precision(2, None).weight_bytes(shape)
+
+
 def part_bytes(model: Model, memory: Memory, context: int, bits: int | None) -> dict[str, int]:
     """Bytes by part: target, drafter, kv_cache, recurrent_state, draft_cache, tap_features,
     activations (an estimate). A drafter of unknown sizes has no parts here."""
@@ -129,7 +138,7 @@ def part_bytes(model: Model, memory: Memory, context: int, bits: int | None) -> 
     draft = model.draft
     parts = {
         "target": how.weight_bytes(model.target),
-        "drafter": Precision(size).weight_bytes(draft) if draft else 0,
+        "drafter": draft_precision(size, model.draft_bits).weight_bytes(draft) if draft else 0,
         **cache_bytes(model.target, context, block, size),
         "draft_cache": draft_cache_bytes(draft, context, block, size) if draft else 0,
         "tap_features": feature_bytes(model.target, model.taps, context, size),

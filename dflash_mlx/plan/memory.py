@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_mlx.plan.shape import Layer, Shape
+from dflash_mlx.plan.quantization import MXFP4_BITS, own_settings, weight_bits
+from dflash_mlx.plan.shape import QUANTIZED, Layer, Shape, kind_of
 
 # As in cache/kv, cache/context and decode/session, which are not imported since they need MLX.
 GROWTH_ROWS = 256
@@ -17,23 +18,24 @@ REWIND_ROWS = 64
 PREFILL_CHUNK = 512
 
 _ROUTER_BITS = 8  # routers are kept in 8 bits by mlx-lm's recipes
-_SCALE_BITS = {"affine": 32, "mxfp4": 8, "mxfp8": 8, "nvfp4": 8}  # of one group
-_GROUPS = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
-_MXFP4 = 4.25  # bits of a weight with its share of the scale
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are held: bytes of a float, and bits of a weight by kind where quantized."""
+    """How numbers are held: bytes of a float, bits of a quantized weight by kind and by path."""
 
     float_bytes: int
     weight_bits: Mapping[str, float] = field(default_factory=dict)
+    own_bits: Mapping[str, float] = field(default_factory=dict)  # of single modules, by path
 
     def weight_bytes(self, shape: Shape) -> int:
-        return sum(
-            int(count * self.weight_bits.get(kind, 8 * self.float_bytes) / 8)
-            for kind, count in shape.weights.items()
-        )
+        total = sum(count * self._bits(kind) for kind, count in shape.weights.items())
+        for path in self.own_bits.keys() & shape.modules.keys():
+            total += shape.modules[path] * (self.own_bits[path] - self._bits(kind_of(path)))
+        return int(total / 8)
+
+    def _bits(self, kind: str) -> float:
+        return self.weight_bits.get(kind, 8 * self.float_bytes)
 
 
 def precision(
@@ -48,26 +50,32 @@ def precision(
     if not metal:
         return Precision(4)
     if bits is None and quantization:
-        paths = {"embedding": "model.embed_tokens", "head": "lm_head"}
-        own = {kind: quantization.get(paths.get(kind, "")) for kind in shape.weights}
-        kept = (kind for kind in own if kind != "fixed" and own[kind] is not False)
-        held = {kind: _bits(quantization, own[kind]) for kind in kept}
-        return Precision(2, held | ({"experts": _MXFP4} if shape.experts_mxfp4 else {}))
-    weight_bits: dict[str, float] = {}
+        held = weight_bits(quantization) or 16
+        own = {
+            path: weight_bits(quantization, settings) or 16
+            for path, settings in own_settings(quantization).items()
+        }
+        return Precision(2, dict.fromkeys(QUANTIZED, held), own)
+    by_kind: dict[str, float] = {}
     if bits is not None and bits < 16:
-        common = _bits({"bits": bits}, None)
-        weight_bits = dict.fromkeys(("linear", "experts", "embedding", "head"), common)
-        weight_bits["router"] = _bits({"bits": max(bits, _ROUTER_BITS)}, None)
+        by_kind = dict.fromkeys(QUANTIZED, _affine(bits))
+        by_kind["router"] = _affine(max(bits, _ROUTER_BITS))
     if shape.experts_mxfp4:
-        weight_bits["experts"] = _MXFP4
-    return Precision(2, weight_bits)
+        by_kind["experts"] = MXFP4_BITS
+    return Precision(2, by_kind)
 
 
-def _bits(common: Mapping[str, Any], own: Any) -> float:
-    """Bits of a weight with its share of the group's scale and bias."""
-    stated = {**common, **(own if isinstance(own, Mapping) else {})}
-    mode = stated.get("mode", "affine")
-    return stated["bits"] + _SCALE_BITS[mode] / stated.get("group_size", _GROUPS[mode])
+def _affine(bits: int) -> float:
+    return weight_bits({"bits": bits}) or 16
+
+
+def draft_precision(float_bytes: int, bits: int | None) -> Precision:
+    """What the drafter's loader makes of 4 or 8 bits, on either back-end: groups of 64."""
+    if bits is None:
+        return Precision(float_bytes)
+    # A scale and a bias of a group, in the floats that are not quantized.
+    common = bits + 2 * 8 * float_bytes / 64
+    return Precision(float_bytes, dict.fromkeys(("linear", "embedding", "head"), common))
 
 
 def cache_bytes(shape: Shape, context: int, block: int, float_bytes: int) -> dict[str, int]:

@@ -6,11 +6,13 @@ Follows the parameters of the families in models/ and of drafters in draft/; kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.plan.quantization import is_mxfp4
 
 _GATED = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "muse_glimmer")  # an output gate as wide as q
 _HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -21,7 +23,28 @@ _FAMILIES = ("llama", "qwen3", "qwen3_moe", *_HYBRID, "gpt_oss", "gemma4", "mini
 MODEL_TYPES = (*_FAMILIES, "muse_glimmer")
 _PATTERNS = {"gemma4": 6, "gpt_oss": 2, "muse_glimmer": 4}  # one of so many layers sees everything
 
-Counts = Counter[str]  # elements by kind: linear, experts, router, embedding, head, fixed
+Counts = Counter[str]  # elements by module path, and under "fixed" those never quantized
+#: kinds of modules that a quantization takes
+QUANTIZED = ("linear", "experts", "router", "embedding", "head")
+_KINDS = ("full_attention", "sliding_attention", "linear_attention")
+# Larger numbers are broken ones, with which counting would not end.
+_MOST = {"num_hidden_layers": 10_000, "max_position_embeddings": 100_000_000}
+_MOST_OF_ANY = 10**12
+_ENDS = {"fixed": "fixed", "model.embed_tokens": "embedding", "lm_head": "head"}
+_ROUTERS = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "router.proj")
+# Where a family differs from the others in the names of its experts.
+_EXPERTS = {"gpt_oss": "mlp.experts", "gemma4": "experts.switch_glu"}
+_PROJECTIONS = ("gate", "up", "down")
+_ROUTER = {"gpt_oss": "mlp.router", "gemma4": "router.proj"}
+
+
+def kind_of(path: str) -> str:
+    """The kind of a module: one of QUANTIZED, or fixed."""
+    if path in _ENDS:
+        return _ENDS[path]
+    if ".experts." in path or ".switch_mlp." in path:
+        return "experts"
+    return "router" if path.endswith(_ROUTERS) else "linear"
 
 
 @dataclass(frozen=True)
@@ -47,13 +70,32 @@ class Shape:
     hidden_size: int
     vocab_size: int
     layers: tuple[Layer, ...]
-    weights: Counts  # of the whole model
+    outer: Counts  # outside of the layers
     context: int | None  # positions it was made for
     experts_mxfp4: bool = False  # the checkpoint's experts are published in MXFP4
 
     @property
     def parameters(self) -> int:
         return sum(self.weights.values())
+
+    @cached_property
+    def modules(self) -> dict[str, int]:
+        """Weights of every module that can be quantized, by its path."""
+        inner = {
+            f"model.layers.{index}.{path}": count
+            for index, layer in enumerate(self.layers)
+            for path, count in layer.weights.items()
+            if path != "fixed"
+        }
+        return inner | {path: count for path, count in self.outer.items() if path != "fixed"}
+
+    @cached_property
+    def weights(self) -> Counter[str]:
+        """Weights by kind."""
+        kinds = Counter(fixed=self.outer["fixed"] + sum(a.weights["fixed"] for a in self.layers))
+        for path, count in self.modules.items():
+            kinds[kind_of(path)] += count
+        return kinds
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
@@ -75,22 +117,25 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
         )
     hidden, vocab = text.size("hidden_size"), text.size("vocab_size")
     count = text.size("num_hidden_layers")
-    shared = text.get("num_kv_shared_layers") or 0
+    shared = text.optional("num_kv_shared_layers")
     layers = tuple(_layer(text, index, shared=index >= count - shared) for index in range(count))
-    weights = Counter(embedding=vocab * hidden, fixed=hidden)
-    if not text.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT):
-        weights["head"] = vocab * hidden
-    for layer in layers:
-        weights.update(layer.weights)
-    limit = text.get("max_position_embeddings")
-    return Shape(hidden, vocab, layers, weights, limit, experts_mxfp4=kind == "gpt_oss")
+    outer = Counter({"model.embed_tokens": vocab * hidden, "fixed": hidden})
+    if not text.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT):
+        outer["lm_head"] = vocab * hidden
+    limit = text.optional("max_position_embeddings") or None
+    return Shape(hidden, vocab, layers, outer, limit, experts_mxfp4=is_mxfp4(config))
 
 
-def read_draft_shape(draft: Mapping[str, Any], taps: int, vocab: int) -> Shape:
-    """A drafter with `taps` features, of the sizes of its own config.json or of [pair.draft]."""
+def read_draft_shape(
+    draft: Mapping[str, Any], taps: int, vocab: int, tables: Sequence[str] = ()
+) -> Shape:
+    """A drafter with `taps` features, of the sizes of its own config.json or of [pair.draft].
+
+    tables: which of embed_tokens and lm_head it does not borrow from the target.
+    """
     config = _Config({**draft, "model_type": "qwen3"})
     hidden, count = config.size("hidden_size"), config.size("num_hidden_layers")
-    kinds = config.get("layer_types") or []
+    kinds = draft.get("layer_types") or []
     sliding = draft.get("num_sliding_layers", kinds.count("sliding_attention"))
     layers = []
     for index in range(count):
@@ -99,18 +144,18 @@ def read_draft_shape(draft: Mapping[str, Any], taps: int, vocab: int) -> Shape:
         if taps_of_conv := config.get("conv_kernel_size"):
             groups = hidden // config.size("conv_group_size")
             # Two convolutions a layer, each with an input and an output side.
-            weights.update(
-                fixed=4 * taps_of_conv * hidden, linear=4 * taps_of_conv * groups * hidden
-            )
+            weights.update(fixed=4 * taps_of_conv * hidden + 4 * taps_of_conv * groups * hidden)
         window = config.size("sliding_window") if index < sliding else None
         inner = config.size("intermediate_size")
         layers.append(Layer(weights, **attention, active_width=inner, window=window))
-    weights = Counter(linear=taps * hidden * hidden, fixed=2 * hidden)
+    outer = Counter({"fc": taps * hidden * hidden, "fixed": 2 * hidden})
     if rank := config.get("selector_rank"):
-        weights.update(linear=rank * hidden, embedding=2 * vocab * rank)
-    for layer in layers:
-        weights.update(layer.weights)
-    return Shape(hidden, vocab, tuple(layers), weights, None)
+        outer["fixed"] += rank * hidden + 2 * vocab * rank
+    if "embed_tokens" in tables:
+        outer["model.embed_tokens"] = vocab * hidden
+    if "lm_head" in tables:
+        outer["lm_head"] = (draft.get("draft_vocab_size") or vocab) * hidden
+    return Shape(hidden, vocab, tuple(layers), outer, None)
 
 
 class _Config:
@@ -126,13 +171,44 @@ class _Config:
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(
-                f"The config's {key} is {value!r}, not a whole number above zero; use a complete "
-                "config.json."
-            )
+        value, most = self.get(key, default), _MOST.get(key, _MOST_OF_ANY)
+        if type(value) is not int or not 0 < value <= most:
+            limit = f"from 1 to {most}" if type(value) is int and value > 0 else "above zero"
+            raise _wrong(key, value, f"a whole number {limit}")
         return value
+
+    def optional(self, key: str) -> int:
+        """A size that may be absent, null or 0: then 0."""
+        value = self.get(key, 0)
+        return self.size(key) if type(value) is not int or value else 0
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise _wrong(key, value, "true, false or null")
+        return value
+
+    def indices(self, key: str) -> list[int]:
+        value = self.get(key, [])
+        if not isinstance(value, list) or any(type(index) is not int for index in value):
+            raise _wrong(key, value, "a list of whole numbers")
+        return value
+
+    @cached_property
+    def layer_types(self) -> list[str]:
+        """The kind of every layer; empty when the config does not state them."""
+        kinds, count = self.get("layer_types", []), self.size("num_hidden_layers")
+        if not isinstance(kinds, list) or any(kind not in _KINDS for kind in kinds):
+            raise _wrong("layer_types", kinds, f"a list of {', '.join(_KINDS)}")
+        if kinds and len(kinds) != count:
+            raise _wrong("layer_types", kinds, f"a list of {count} layers but of {len(kinds)}")
+        return kinds
+
+
+def _wrong(key: str, value: object, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"The config's {key} is {value!r:.80}, not {wanted}; use a complete config.json."
+    )
 
 
 def _layer(config: _Config, index: int, *, shared: bool) -> Layer:
@@ -147,8 +223,9 @@ def _layer(config: _Config, index: int, *, shared: bool) -> Layer:
         if not full:
             sequence["window"] = config.size("sliding_window")
     mlp, active = _mlp_of(config, index)
-    if shared and config.get("use_double_wide_mlp"):
-        mlp["linear"], active = 2 * mlp["linear"], 2 * active
+    if shared and config.flag("use_double_wide_mlp"):
+        mlp = Counter({path: count * (1 if path == "fixed" else 2) for path, count in mlp.items()})
+        active *= 2
     weights.update(mlp)
     weights["fixed"] += (4 * hidden + 1) if kind == "gemma4" else 2 * hidden
     if kind == "muse_glimmer":
@@ -157,8 +234,8 @@ def _layer(config: _Config, index: int, *, shared: bool) -> Layer:
 
 
 def _kind_of(config: _Config, index: int) -> str:
-    if kinds := config.get("layer_types"):
-        return str(kinds[index])
+    if kinds := config.layer_types:
+        return kinds[index]
     if config.model_type in _HYBRID:
         interval, other = config.size("full_attention_interval", 4), "linear_attention"
     elif config.model_type in _PATTERNS:
@@ -180,14 +257,18 @@ def _attention(
     one_projection = False
     if kind == "gemma4" and full:
         dim = config.size("global_head_dim", dim)
-        one_projection = bool(config.get("attention_k_eq_v"))
+        one_projection = config.flag("attention_k_eq_v")
         if one_projection:
             kv_heads = config.size("num_global_key_value_heads", kv_heads)
     query, key = heads * dim, kv_heads * dim
     projections = 0 if shared else 1 if one_projection else 2
-    inputs = query * (2 if kind in _GATED else 1) + key * projections
-    weights = Counter(linear=hidden * (inputs + query))
-    if config.get("attention_bias"):
+    queries = query * (2 if kind in _GATED else 1)
+    inputs = queries + key * projections
+    weights = Counter(
+        {"self_attn.q_proj": hidden * queries, "self_attn.o_proj": hidden * query}
+        | {f"self_attn.{name}_proj": hidden * key for name in "kv"[:projections]}
+    )
+    if config.flag("attention_bias"):
         weights["fixed"] += inputs + hidden
     if kind in _QK_NORM:
         weights["fixed"] += dim if shared else 2 * dim
@@ -209,9 +290,14 @@ def _delta_net(config: _Config) -> tuple[Counts, dict[str, int]]:
     keys = config.size("linear_num_key_heads") * key_dim
     values, taps = value_heads * value_dim, config.size("linear_conv_kernel_dim", 4)
     channels = 2 * keys + values
+    if config.model_type == "qwen3_next":
+        inputs = {"qkvz": channels + values, "ba": 2 * value_heads}
+    else:
+        inputs = {"qkv": channels, "z": values, "a": value_heads, "b": value_heads}
     weights = Counter(
-        linear=hidden * (channels + 2 * values + 2 * value_heads),
-        fixed=channels * taps + 2 * value_heads + value_dim,
+        {f"linear_attn.in_proj_{name}": hidden * width for name, width in inputs.items()}
+        | {"linear_attn.out_proj": hidden * values}
+        | {"fixed": channels * taps + 2 * value_heads + value_dim}
     )
     return weights, {
         "query_width": channels + values,
@@ -226,22 +312,24 @@ def _delta_net(config: _Config) -> tuple[Counts, dict[str, int]]:
 def _mlp_of(config: _Config, index: int) -> tuple[Counts, int]:
     """Parameters of a layer's MLP, and the width computed for one position."""
     kind, hidden = config.model_type, config.size("hidden_size")
-    experts = config.get("num_experts") or config.get("num_local_experts")
+    experts = config.optional("num_experts") or config.optional("num_local_experts")
     is_sparse = (
         experts
-        and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
-        and index not in (config.get("mlp_only_layers") or ())
+        and (index + 1) % (config.optional("decoder_sparse_step") or 1) == 0
+        and index not in config.indices("mlp_only_layers")
     )
     if not is_sparse:
         return _mlp(config, "intermediate_size"), config.size("intermediate_size")
     inner_key = "intermediate_size" if kind in _EXPERTS_ALONE else "moe_intermediate_size"
     inner = config.size(inner_key)
     chosen = config.size("top_k_experts" if kind == "gemma4" else "num_experts_per_tok")
-    weights = Counter(experts=3 * experts * hidden * inner, router=experts * hidden)
+    path = _EXPERTS.get(kind, "mlp.switch_mlp")
+    weights = Counter({f"{path}.{name}_proj": experts * hidden * inner for name in _PROJECTIONS})
+    weights[_ROUTER.get(kind, "mlp.gate")] = experts * hidden
     active = chosen * inner
     if kind in _HYBRID:
-        weights += _mlp(config, "shared_expert_intermediate_size")
-        weights["router"] += hidden
+        weights += _mlp(config, "shared_expert_intermediate_size", "mlp.shared_expert")
+        weights["mlp.shared_expert_gate"] = hidden
         active += config.size("shared_expert_intermediate_size")
     if kind == "gemma4":  # beside a dense MLP, with norms and scales of its own
         weights += _mlp(config, "intermediate_size")
@@ -254,9 +342,9 @@ def _mlp_of(config: _Config, index: int) -> tuple[Counts, int]:
     return weights, active
 
 
-def _mlp(config: _Config, inner_key: str) -> Counts:
+def _mlp(config: _Config, inner_key: str, path: str = "mlp") -> Counts:
     hidden, inner = config.size("hidden_size"), config.size(inner_key)
-    weights = Counter(linear=3 * hidden * inner)
-    if config.get("mlp_bias"):
+    weights = Counter({f"{path}.{name}_proj": hidden * inner for name in _PROJECTIONS})
+    if config.flag("mlp_bias"):
         weights["fixed"] += 2 * inner + hidden
     return weights

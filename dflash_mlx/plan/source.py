@@ -6,14 +6,18 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_mlx import hub, registry
-from dflash_mlx.errors import SourceError
-from dflash_mlx.plan.shape import Shape, read_draft_shape, read_shape
+from dflash_mlx.errors import CheckpointError, SourceError
+from dflash_mlx.plan.quantization import MXFP4, stated_quantization, uncounted
+from dflash_mlx.plan.shape import Shape, kind_of, read_draft_shape, read_shape
 from dflash_mlx.registry import Pair
+
+if TYPE_CHECKING:
+    from dflash_mlx.draft.config import DFlashConfig
 
 # Taps of a drafter whose own config is not known; released ones have 5 to 8.
 ASSUMED_TAPS = 6
@@ -31,6 +35,7 @@ class Model:
     context: int | None  # positions it was made for
     drafter: str | None
     draft: Shape | None
+    draft_bits: int | None  # it is held in; None: as floats
     taps: int
     block: int
     conversions: tuple[tuple[int, str], ...]  # bits and hub id of ready ones
@@ -45,16 +50,16 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
     understood. drafted: whether to count the pair's drafter.
     """
     place = Path(os.path.expanduser(name))
-    pair = None if "/" in name and place.exists() else registry.find(name)
+    pair = None if "/" in name and os.path.exists(place) else registry.find(name)
     if pair is None:
         config = _local_config(name, place)
-        beside = _drafter_beside(place, config) if drafted else None
+        beside = _drafter_beside(place) if drafted else None
         return _of_config(name, config, None, drafted, beside)
     if pair.config is not None:
         config = {"max_position_embeddings": pair.context, **pair.config}
         for bits, spec in _conversions(pair):
             if spec.casefold() == name.casefold():
-                config["quantization"] = {"group_size": 64, "bits": bits}
+                config["quantization"] = {"group_size": 64, "bits": bits, **_mxfp4_experts(config)}
         return _of_config(name, config, pair, drafted)
     found = hub.local_path(pair.target, revision=pair.target_revision)
     if found is None:
@@ -65,14 +70,39 @@ def find_model(name: str, *, drafted: bool = True) -> Model:
     return _of_config(name, _read(found), pair, drafted)
 
 
-def _drafter_beside(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of the drafter that a conversion put into the target's folder."""
-    conversion = config.get("conversion")
-    record = conversion.get("drafter") if isinstance(conversion, dict) else None
-    file = folder / "drafter" / "config.json"
-    if not isinstance(record, dict) or not file.is_file():
+@dataclass(frozen=True)
+class _Bundled:
+    """The drafter that a conversion put into the target's folder."""
+
+    config: DFlashConfig
+    tables: tuple[str, ...]  # embed_tokens, lm_head: what it does not borrow
+    bits: int | None  # to hold it in
+
+
+def _drafter_beside(folder: Path) -> _Bundled | None:
+    # Here, because they bring MLX with them and pairs are planned without.
+    from dflash_mlx.draft.config import parse_config
+    from dflash_mlx.weights import bundled_drafter, read_config, read_weights
+
+    if not folder.is_dir() or not (found := bundled_drafter(folder)):
         return None
-    return _read(file)
+    place, bits = found
+    has_weights = any(place.glob("*.safetensors"))  # a config alone can be planned as well
+    names = {name.removesuffix(".weight") for name in read_weights(place)} if has_weights else set()
+    if bits not in (None, 4, 8):
+        raise CheckpointError(
+            f"config.json of {folder} records a drafter of {bits!r:.80} bits, not of 4 or 8; "
+            "convert the model again."
+        )
+    tables = tuple(table for table in ("embed_tokens", "lm_head") if table in names)
+    return _Bundled(parse_config(read_config(place)), tables, bits)
+
+
+def _draft_sizes(config: DFlashConfig) -> dict[str, Any]:
+    """Sizes by the keys of [pair.draft]."""
+    windows = [window for window in config.windows if window is not None]
+    sliding = {"num_sliding_layers": len(windows), "sliding_window": max(windows, default=None)}
+    return asdict(config) | (asdict(config.parts) if config.parts else {}) | sliding
 
 
 def _is_conversion(name: str, pair: Pair) -> bool:
@@ -86,15 +116,16 @@ def _conversions(pair: Pair | None) -> tuple[tuple[int, str], ...]:
 
 
 def _local_config(name: str, place: Path) -> Mapping[str, Any]:
-    if place.exists():
+    if os.path.exists(place):  # a name too long for a path does not
         return _read(place)
     found = hub.local_path(name)
     if found is None:
         near = registry.suggest(name)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise SourceError(
-            f"Nothing is known of {name!r} before it is fetched: it is no known pair and not on "
-            f"this disk. {hint}Give the path of its config.json, or a name of `dflash-mlx models`."
+            f"Nothing is known of {name!r:.80} before it is fetched: it is no known pair and not "
+            f"on this disk. {hint}Give the path of its config.json, or a name of "
+            "`dflash-mlx models`."
         )
     return _read(found)
 
@@ -105,8 +136,10 @@ def _read(place: Path) -> dict[str, Any]:
         from dflash_mlx.gguf import open_gguf
 
         source = open_gguf(place)
-        return {**source.config(), "quantization": _kept_bits(source.quantization())}
+        config = source.config()
+        return {**config, "quantization": _kept_bits(source.quantization(), read_shape(config))}
     file = place / "config.json" if place.is_dir() else place
+    _refuse_unfinished(file)
     try:
         config = json.loads(file.read_text("utf-8"))
     except OSError:
@@ -115,33 +148,42 @@ def _read(place: Path) -> dict[str, Any]:
         raise SourceError(f"{file} is not JSON. Give a model folder or a config.json.") from None
     if not isinstance(config, dict):
         raise SourceError(f"{file} is no JSON object. Give a model folder or a config.json.")
+    _refuse_drafter(place, config)
     return config
 
 
-def _kept_bits(kept: Mapping[str, Mapping[str, int]]) -> dict[str, Any] | None:
+def _refuse_unfinished(file: Path) -> None:
+    from dflash_mlx.weights import UNFINISHED, read_config
+
+    if (file.parent / UNFINISHED).exists():
+        read_config(file.parent)
+
+
+def _refuse_drafter(place: Path, config: Mapping[str, Any]) -> None:
+    from dflash_mlx.loader import refuse_drafter
+
+    refuse_drafter(place, config)
+
+
+def _mxfp4_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of experts that conversions leave in the MXFP4 they are published in."""
+    shape = read_shape(config)
+    paths = [path for path in shape.modules if kind_of(path) == "experts"]
+    return dict.fromkeys(paths, MXFP4) if shape.experts_mxfp4 else {}
+
+
+def _kept_bits(kept: Mapping[str, Mapping[str, int]], shape: Shape) -> dict[str, Any] | None:
     """MLX's `quantization` object for a GGUF file of which the modules `kept` stay quantized.
 
-    Layers are taken to be all like most of them; False marks what is dequantized.
+    False marks what is dequantized.
     """
     if not kept:
         return None
-    ends = ("model.embed_tokens", "lm_head")
-    layers = Counter(groups["bits"] for path, groups in kept.items() if path not in ends)
-    common = {"group_size": next(iter(kept.values()))["group_size"]}
-    most = layers.most_common(1)[0][0] if layers else next(iter(kept.values()))["bits"]
-    return {**common, "bits": most, **{path: kept.get(path, False) for path in ends}}
-
-
-def _exceptions(quantization: Mapping[str, Any]) -> list[str]:
-    """A remark on modules with bits of their own, which are counted with those of most."""
-    counted = ("model.embed_tokens", "lm_head")
-    own = [path for path in quantization if "." in path and path not in counted]
-    if not own:
-        return []
-    return [
-        f"{len(own)} modules are quantized in their own way (such as {own[0]}); they are counted "
-        f"with {quantization.get('bits')} bits."
-    ]
+    most = Counter((groups["group_size"], groups["bits"]) for groups in kept.values())
+    group_size, bits = most.most_common(1)[0][0]
+    common = {"group_size": group_size, "bits": bits}
+    own = {path: kept.get(path, False) for path in shape.modules}
+    return common | {path: settings for path, settings in own.items() if settings != common}
 
 
 def _of_config(
@@ -149,15 +191,17 @@ def _of_config(
     config: Mapping[str, Any],
     pair: Pair | None,
     drafted: bool,
-    beside: Mapping[str, Any] | None = None,
+    beside: _Bundled | None = None,
 ) -> Model:
     target = read_shape(config)
-    remarks = _exceptions(config.get("quantization") or {})
+    quantization = stated_quantization(config)
+    remarks = uncounted(quantization, target.modules)
     draft, taps, drafter, block = None, 0, None, pair.block_size if pair else None
+    draft_bits = None
     if beside is not None:
-        own = {**beside, **(beside.get("dflash_config") or {})}
-        drafter, taps, block = f"{name}/drafter", len(own["target_layer_ids"]), own["block_size"]
-        draft = read_draft_shape(own, taps, target.vocab_size)
+        own, drafter = beside.config, f"{name}/drafter"
+        taps, block, draft_bits = len(own.target_layer_ids), own.block_size, beside.bits
+        draft = read_draft_shape(_draft_sizes(own), taps, target.vocab_size, beside.tables)
     elif pair is not None and drafted:
         drafter, taps = pair.drafter, len(pair.taps or ()) or ASSUMED_TAPS
         if pair.taps is None:
@@ -174,10 +218,11 @@ def _of_config(
     return Model(
         name=name if pair is None or _is_conversion(name, pair) else pair.name,
         target=target,
-        quantization=config.get("quantization"),
+        quantization=quantization,
         context=target.context,
         drafter=drafter,
         draft=draft,
+        draft_bits=draft_bits,
         taps=taps,
         block=block,
         conversions=_conversions(pair),
