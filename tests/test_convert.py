@@ -82,7 +82,7 @@ def test_tensors_equal_those_of_mlx_lm_convert(
         quantize=True,
         q_group_size=recipe.group_size or (64 if recipe.mixed else None),
         q_bits=recipe.bits,
-        q_mode=recipe.mode,
+        q_mode=recipe.mode or "affine",
         dtype=recipe.dtype,
         quant_predicate=recipe.mixed,
     )
@@ -115,6 +115,33 @@ def test_what_is_quantized_with_the_bits_asked_for_stays(tmp_path: Path) -> None
     assert "model.layers.1.self_attn.v_proj.scales" in after
     assert config["quantization"] == {"group_size": 64, "bits": 4, "mode": "affine"}
     assert report.modules_kept == 12
+    assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [
+        (Recipe(bits=4), {"group_size": 32, "bits": 4, "mode": "affine"}),
+        (Recipe(bits=4, group_size=64), {"group_size": 64, "bits": 4, "mode": "affine"}),
+        (Recipe(mode="mxfp4"), {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+    ],
+    ids=lambda value: value.label if isinstance(value, Recipe) else str(value["group_size"]),
+)
+def test_group_size_and_mode_that_are_asked_for_are_in_the_file(
+    tmp_path: Path, recipe: Recipe, found: dict[str, object]
+) -> None:
+    source = write_quantized(tmp_path / "m", "llama", bits=4, group_size=32, vocab_size=VOCAB)
+    write_tokenizer(source)
+    report = convert(Order(str(source), tmp_path / "q", recipe))
+    config = json.loads((tmp_path / "q/config.json").read_text())
+    assert config["quantization"] == found
+    assert (
+        config["conversion"]["recipe"] == report.recipe == {**found, "mixed": None, "dtype": None}
+    )
+    for name, tensor in tensors_of(tmp_path / "q").items():
+        if name.endswith(".scales"):
+            weight = tensors_of(tmp_path / "q")[f"{name.removesuffix('scales')}weight"]
+            assert weight.shape[-1] * 32 // 4 // tensor.shape[-1] == found["group_size"], name
     assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
 
 

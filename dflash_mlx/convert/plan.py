@@ -15,7 +15,7 @@ import mlx.core as mx
 from dflash_mlx import __version__, hub, registry
 from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS
 from dflash_mlx.convert.disk import Demand, refuse_too_little
-from dflash_mlx.convert.jobs import Decision, decide, plain_jobs
+from dflash_mlx.convert.jobs import Decision, decide, plain_jobs, recipe_json
 from dflash_mlx.convert.quantize import Recipe
 from dflash_mlx.convert.source import Source, check_against, open_folder, open_source
 from dflash_mlx.convert.write import Shard, make_shards
@@ -123,7 +123,7 @@ class Plan:
             source=loads.spec,
             revision=loads.revision,
             destination=str(self.destination),
-            recipe=recipe_json(self.order.recipe),
+            recipe=self.decision.recipe,
             drafter=loads.drafter_spec,
             dry_run=self.order.dry_run,
             source_bytes=hub.size_on_disk(loads.path),
@@ -243,11 +243,3 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     there = hub.size_on_disk(destination) if begun else 0
     refuse_too_little([Demand("to write", destination, max(0, plan.nbytes - there))])
     return plan
-
-
-def recipe_json(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with its defaults filled in."""
-    settings = recipe.settings
-    if recipe.mixed:
-        del settings["bits"]  # the recipe's own, layer by layer
-    return {**settings, "mixed": recipe.mixed, "dtype": recipe.dtype}
