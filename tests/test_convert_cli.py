@@ -77,6 +77,11 @@ def test_the_destination_is_named_by_model_and_recipe(
     for options in ([], ["--mode", "mxfp4"], ["--recipe", "mixed_2_6"]):
         assert run(capsys, "./m", *options)[0] == 0
     assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-4bit", "m-mixed_2_6", "m-mxfp4"]
+    monkeypatch.chdir(tmp_path / "m")
+    before = sorted((tmp_path / "m").iterdir())
+    assert run(capsys, ".", "--bits", "8")[0] == 0
+    assert (tmp_path / "m-8bit/config.json").is_file()
+    assert sorted((tmp_path / "m").iterdir()) == before
 
 
 @pytest.mark.parametrize(

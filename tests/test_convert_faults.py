@@ -21,7 +21,7 @@ from tiny import tiny_config
 
 from dflash_mlx import hub
 from dflash_mlx.convert import Order, Recipe, convert
-from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
+from dflash_mlx.errors import CheckpointError, DFlashError, SourceError, UsageError
 from tests.fake_hub import FakeHub, FakeRepo
 
 pytest_plugins = ["tests.hub_fixtures"]
@@ -289,6 +289,60 @@ def test_an_empty_folder_stays_when_the_conversion_fails(tmp_path: Path) -> None
     with pytest.raises(CheckpointError):
         convert(Order(str(source), tmp_path / "q"))
     assert list((tmp_path / "q").iterdir()) == []
+
+
+def test_a_failure_behind_a_link_leaves_nothing(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "m")
+    _put(LATE, float("inf"))(source)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "q").symlink_to("real")
+    with pytest.raises(CheckpointError):
+        convert(Order(str(source), tmp_path / "q", shard_bytes=10_000))
+    assert list((tmp_path / "real").iterdir()) == []
+    assert (tmp_path / "q").is_symlink()
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [_cut, os.utime])
+def test_a_source_that_changes_meanwhile_leaves_nothing(
+    tmp_path: Path, change: Callable[[Path], Any]
+) -> None:
+    source = write_source(tmp_path / "m")
+    file = source / "model.safetensors"
+
+    def progress(done: int, total: int) -> None:
+        if 0 < done < total / 2:
+            change(file)
+
+    with pytest.raises(SourceError, match="changed while they were converted;") as caught:
+        convert(Order(str(source), tmp_path / "q", shard_bytes=10_000), progress)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "q").exists()
+
+
+def test_an_error_of_mlx_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_source(tmp_path / "m")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[malloc] no\nmemory")
+
+    monkeypatch.setattr("dflash_mlx.convert.order.compare", fail)
+    with pytest.raises(SourceError, match=r"MLX could not convert .* \(\[malloc\] no memory\);"):
+        convert(Order(str(source), tmp_path / "q"))
+    assert not (tmp_path / "q").exists()
+
+
+def test_names_that_are_not_utf8_get_a_sentence(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "m")
+    odd = str(tmp_path / os.fsdecode(b"q\xff"))
+    shutil.copytree(source, odd)
+    for order in (Order(str(source), Path(odd + "2")), Order(odd, tmp_path / "q")):
+        with pytest.raises(UsageError, match="is not UTF-8, and config"):
+            convert(order)
+    assert not (tmp_path / "q").exists()
 
 
 def test_too_little_disk_is_refused_with_numbers(

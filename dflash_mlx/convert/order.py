@@ -16,7 +16,16 @@ from dflash_mlx.convert.check import SelfCheck, compare
 from dflash_mlx.convert.companions import write_companions
 from dflash_mlx.convert.config import DRAFTER, result_config
 from dflash_mlx.convert.folder import WorkFolder, check_free
-from dflash_mlx.convert.plan import Order, Plan, Report, destination_of, fetch, make_plan, preview
+from dflash_mlx.convert.plan import (
+    Order,
+    Plan,
+    Report,
+    destination_of,
+    fetch,
+    list_files,
+    make_plan,
+    preview,
+)
 from dflash_mlx.convert.quantize import noise_of
 from dflash_mlx.convert.source import open_folder, open_source
 from dflash_mlx.convert.write import Shard, sha256_of, write_index, write_json, write_shard
@@ -40,6 +49,8 @@ def convert(order: Order, progress: Progress | None = None, *, show_fetch: bool 
         raise UsageError("--draft-bits needs a drafter; name one with --drafter.")
     destination = destination_of(order)
     with _sentences(destination):
+        # A link is followed once and for all: what it leads to is written, and removed on failure.
+        destination = _resolved(destination)
         taken = _taken(order, destination)
         ahead = preview(order, found, destination)
         if order.dry_run and ahead is not None:
@@ -51,6 +62,13 @@ def convert(order: Order, progress: Progress | None = None, *, show_fetch: bool 
                 report = plan.report(start)
                 return replace(report, remarks=[*taken, *report.remarks])
             return _carry_out(plan, progress or (lambda done, total: None), start)
+
+
+def _resolved(destination: Path) -> Path:
+    """What a link to a folder leads to; any other path as it is."""
+    if destination.is_symlink() and destination.is_dir():
+        return destination.resolve()
+    return destination
 
 
 def _taken(order: Order, destination: Path) -> list[str]:
@@ -73,6 +91,7 @@ def _carry_out(plan: Plan, progress: Progress, start: float) -> Report:
         ):
             folder.record(name, sha256_of(folder.path / name))
         check = _self_check(plan)
+        _refuse_changed(plan)
         hashes = dict(sorted(folder.hashes.items()))
         # Last, so that no program takes the folder for a model before it is whole.
         write_json(folder.path / "config.json", result_config(plan, hashes, check))
@@ -80,9 +99,29 @@ def _carry_out(plan: Plan, progress: Progress, start: float) -> Report:
     except (DFlashError, OSError):
         folder.discard()
         raise
+    except RuntimeError as error:  # MLX's, as of a file that is shorter than its header says
+        folder.discard()
+        _refuse_changed(plan)
+        raise SourceError(
+            f"MLX could not convert {plan.loads.path} ({_line(error)}); check disk and memory, "
+            "and start again."
+        ) from error
     finally:
         folder.close()
     return plan.report(start, resumed_bytes=resumed, hashes=hashes, self_check=check.to_json())
+
+
+def _refuse_changed(plan: Plan) -> None:
+    """SourceError when a file of the source or the drafter is another than when it was opened."""
+    if plan.files != list_files(plan.loads):
+        raise SourceError(
+            f"Files of {plan.loads.path} or of the drafter changed while they were converted; "
+            "leave them alone and start again."
+        )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _write_weights(plan: Plan, folder: WorkFolder, progress: Progress) -> int:

@@ -21,14 +21,15 @@ from dflash_mlx.convert.source import Source, check_against, open_folder, open_s
 from dflash_mlx.convert.write import Shard, make_shards
 from dflash_mlx.draft.checkpoint import check_drafter, check_fit
 from dflash_mlx.draft.config import parse_config
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.preview import Preview
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
 from dflash_mlx.models import build_target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
 from dflash_mlx.weights import UNFINISHED, read_weights
 
-SHARD_BYTES = 5_000_000_000
+#: a file of the result; what a stopped run has begun of one is written again
+SHARD_BYTES = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Plan:
     draft_shards: list[Shard]
     tokenizer: Tokenizer
     prompt: list[int]  # of the self-check
+    files: list[tuple[str, int, int]]  # of source and drafter, as `list_files` found them
 
     @property
     def nbytes(self) -> int:
@@ -103,8 +105,6 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Changes with anything that changes a byte of the result."""
-        read = [path for path in (self.loads.path, self.loads.drafter) if path is not None]
-        files = [f for p in read for f in ([p] if p.is_file() else sorted(p.iterdir()))]
         jobs = [o for s in (*self.shards, *self.draft_shards) for j in s.jobs for o in j.outputs]
         everything = [
             __version__,
@@ -112,7 +112,7 @@ class Plan:
             str(self.loads.path.resolve()),
             asdict(self.order.recipe),
             self.order.shard_bytes,
-            [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
+            self.files,
             [(o.name, o.shape, str(o.dtype)) for o in jobs],
         ]
         return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
@@ -138,10 +138,33 @@ class Plan:
 
 
 def destination_of(order: Order) -> Path:
+    """Where the result goes: a name for it here, but never inside of the folder to convert.
+
+    UsageError for a name that is not UTF-8, which no config.json can record.
+    """
+    for given in (order.source, order.drafter or "", str(order.destination or "")):
+        _refuse_not_utf8(given)
     if order.destination is not None:
         return order.destination.expanduser()
     name = order.source.partition("#")[0].rstrip("/").rsplit("/", 1)[-1]
-    return Path(f"{name.removesuffix('.gguf')}-{order.recipe.label}")
+    place = Path()
+    source = Path(order.source).expanduser()
+    if source.is_dir() and (name in ("", ".", "..") or source.samefile(place)):
+        source = source.resolve()
+        name = source.name or "model"
+        if source in (cwd := Path.cwd()).parents or source == cwd:
+            place = source.parent
+    return place / f"{name.removesuffix('.gguf')}-{order.recipe.label}"
+
+
+def _refuse_not_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode(errors="surrogateescape").decode(errors="replace")
+        raise UsageError(
+            f"The name {shown} is not UTF-8, and config.json records names; rename it."
+        ) from None
 
 
 def preview(order: Order, found: registry.Resolved, destination: Path) -> Report | None:
@@ -215,8 +238,16 @@ def fetch(order: Order, found: registry.Resolved, show: bool) -> Loads:
     )
 
 
+def list_files(loads: Loads) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of the last change (ns) of all files of source and drafter."""
+    places = [path for path in (loads.path, loads.drafter) if path is not None]
+    files = [f for p in places for f in ([p] if p.is_file() else sorted(p.iterdir()))]
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+
+
 def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     """Open and check everything; no weight is read yet."""
+    files = list_files(loads)  # before anything is opened
     source = open_source(loads.path)
     model = build_target(source.config)
     check_against(source, model)
@@ -237,7 +268,7 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
         draft_shards = make_shards(plain_jobs(drafter, mx.bfloat16), order.shard_bytes)
     shards = make_shards(decision.jobs, order.shard_bytes)
     plan = Plan(
-        order, loads, destination, source, decision, shards, draft_shards, tokenizer, prompt
+        order, loads, destination, source, decision, shards, draft_shards, tokenizer, prompt, files
     )
     begun = (destination / UNFINISHED).is_file()
     there = hub.size_on_disk(destination) if begun else 0
