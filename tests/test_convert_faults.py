@@ -16,15 +16,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import pytest
 from checkpoints import write_folder
-from conversions import bytes_of, tensors_of, write_source, write_tiny_drafter
+from conversions import tensors_of, write_source, write_tiny_drafter
 from tiny import tiny_config
 
-from dflash_mlx import hub
 from dflash_mlx.convert import Order, Recipe, convert
 from dflash_mlx.errors import CheckpointError, DFlashError, SourceError, UsageError
-from tests.fake_hub import FakeHub, FakeRepo
-
-pytest_plugins = ["tests.hub_fixtures"]
 
 LATE = "model.norm.weight"  # written when most is on disk already
 
@@ -384,50 +380,3 @@ def test_no_room_at_the_very_end_leaves_nothing(
     with pytest.raises(UsageError, match="There is no room left"):
         convert(Order(str(source), tmp_path / "q"))
     assert not (tmp_path / "q").exists()
-
-
-def repo_of(folder: Path) -> FakeRepo:
-    return FakeRepo(bytes_of(folder))
-
-
-@pytest.mark.parametrize("what", ["family", "drafter", "other drafter", "disk"])
-def test_refusals_come_before_the_download(
-    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    source = write_source(tmp_path / "m")
-    sentence = "The disk of .* has 0.06 GB free, and .* are needed .*to fetch and .* to write"
-    if what == "family":
-        _config(source, model_type="rwkv")
-        sentence = "'rwkv' is not supported; use a model of one of llama, qwen3"
-    elif what == "drafter":
-        _drafter(source)
-        sentence = "org/m is a DFlash drafter, not a model"
-    elif what == "other drafter":
-        drafter = write_tiny_drafter(tmp_path / "d")
-        _config(drafter, num_target_layers=9)
-        server.repos["org/d"] = repo_of(drafter)
-        sentence = "made for a target of 9 layers"
-    else:
-        usage = shutil.disk_usage(tmp_path)._replace(free=63_000_000)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    server.repos["org/m"] = repo_of(source)
-    with pytest.raises(DFlashError, match=sentence):
-        convert(Order("org/m", tmp_path / "q", drafter="org/d" if "other" in what else None))
-    assert server.gets("model.safetensors") == []
-    assert not (tmp_path / "q").exists()
-
-
-def test_a_hub_repo_is_converted_with_its_commit(tmp_path: Path, server: FakeHub) -> None:
-    source = write_source(tmp_path / "m", changes={"torch_dtype": "float32"})
-    server.repos["org/m"] = repo_of(source)
-    order = Order("org/m", tmp_path / "q", Recipe(dtype="bfloat16"))
-    dry = convert(replace(order, dry_run=True), show_fetch=False)
-    assert server.gets("model.safetensors") == []
-    wanted = sum(len(b) for n, b in bytes_of(source).items())
-    assert dry.download_bytes == wanted
-    report = convert(order, show_fetch=False)
-    assert report.revision == "a" * 40
-    assert abs(dry.result_bytes / report.result_bytes - 1) < 0.25
-    config = json.loads((tmp_path / "q/config.json").read_text())
-    assert config["conversion"]["revision"] == "a" * 40
-    assert hub.preview("org/m") is None  # it is here now

@@ -16,17 +16,16 @@ from dflash_mlx import __version__, hub, registry
 from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS
 from dflash_mlx.convert.disk import Demand, refuse_too_little
 from dflash_mlx.convert.jobs import Decision, decide, plain_jobs, recipe_json
-from dflash_mlx.convert.quantize import Recipe
+from dflash_mlx.convert.quantize import Recipe, Rules
 from dflash_mlx.convert.source import Source, check_against, open_folder, open_source
 from dflash_mlx.convert.write import Shard, make_shards
-from dflash_mlx.draft.checkpoint import check_drafter, check_fit
-from dflash_mlx.draft.config import parse_config
+from dflash_mlx.draft.checkpoint import check_config, check_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.hub.preview import Preview
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
 from dflash_mlx.models import build_target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
-from dflash_mlx.weights import UNFINISHED, read_weights
+from dflash_mlx.weights import UNFINISHED, read_config, read_weights
 
 #: a file of the result; what a stopped run has begun of one is written again
 SHARD_BYTES = 500_000_000
@@ -174,14 +173,10 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
     drafter = None
     if found.drafter_spec:
         drafter = hub.preview(found.drafter_spec, revision=found.drafter_revision, kind="drafter")
-    if target is not None and target.config:
-        refuse_drafter(found.target_spec, target.config)
-        model = build_target(target.config)
-        if drafter is not None:
-            check_fit(parse_config(drafter.config), model)
     ahead = [preview for preview in (target, drafter) if preview is not None]
     if not ahead:
         return None
+    _refuse_by_config(order, found, target, drafter)
     demands = [Demand("to fetch", preview.folder, preview.nbytes) for preview in ahead]
     settings = order.recipe.settings
     # Scales and biases are two 16-bit numbers a group.
@@ -200,6 +195,26 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
         result_bytes=result,
         download_bytes=sum(preview.nbytes for preview in ahead),
     )
+
+
+def _refuse_by_config(
+    order: Order, found: registry.Resolved, target: Preview | None, drafter: Preview | None
+) -> None:
+    """What config.json alone tells that it cannot be; a GGUF file has none."""
+    place = Path(found.target_spec)
+    if target is not None:
+        config = target.config
+    else:
+        local = hub.local_path(found.target_spec, revision=order.revision or found.target_revision)
+        config = read_config(local) if local is not None and local.is_dir() else {}
+    if not config:
+        return
+    refuse_drafter(place, config)
+    Groups.read(place, config)
+    model = build_target(config)
+    Rules(order.recipe, config, model)
+    if drafter is not None:
+        check_config(drafter.config, model, bits=order.draft_bits)
 
 
 def _stored_bits(found: registry.Resolved, target: Preview | None) -> float:

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel
 from dflash_mlx.draft.dflash2 import UNQUANTIZED, DFlash2Drafter, DFlash2Model
+from dflash_mlx.draft.keys import Config
 from dflash_mlx.draft.packagings import packaging_of
 from dflash_mlx.draft.vocabulary import pop_target_ids
 from dflash_mlx.errors import CheckpointError, MismatchError, UsageError
@@ -65,6 +66,17 @@ def check_drafter(
 ) -> None:
     """Raise what `open_drafter` would, without reading weights; the target's may be unset."""
     _checked(folder, target, bits, group_size)
+
+
+def check_config(
+    stored: Config, target: Target, *, bits: int | None = None, group_size: int = 64
+) -> None:
+    """Raise what `open_drafter` would as far as config.json alone tells it."""
+    config = parse_config(stored)
+    check_fit(config, target)
+    if bits is not None:
+        config = replace(config, vocab_size=target.vocab_size)
+        _refuse_uneven((DFlash2Model if config.parts else DFlashModel)(config, []), group_size)
 
 
 def _checked(
