@@ -137,6 +137,17 @@ def test_an_interruption_says_how_to_go_on(
     assert "The same command goes on from here" in err
 
 
+def test_an_unexpected_error_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_mlx.convert.order.noise_of", lambda _: 1e-6)
+    source = write_source(tmp_path / "m")
+    code, out, err = run(capsys, str(source), str(tmp_path / "q"), "--json")
+    assert code == 0
+    assert not json.loads(out)["self_check"]["as_expected"]
+    assert "The self-check found more than expected: most tokens are off by" in err
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -99,6 +99,8 @@ def convert(
     except KeyboardInterrupt:
         console.say("Stopped. The same command goes on from here; to give up, delete the folder.")
         raise
+    if report.self_check and not report.self_check["as_expected"]:
+        console.say(f"The self-check found {report.self_check['verdict']}.")
     if as_json:
         print(json.dumps(report.to_json(), ensure_ascii=False))
     else:

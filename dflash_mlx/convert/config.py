@@ -42,6 +42,6 @@ def result_config(plan: Plan, hashes: Mapping[str, str], check: SelfCheck) -> di
             "folder": DRAFTER,
             "source": loads.drafter_spec,
             "revision": loads.drafter_revision,
-            "bits": plan.order.draft_bits,
+            "bits": loads.draft_bits,
         }
     return dict(sorted(config.items()))

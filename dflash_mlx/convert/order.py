@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx import registry
+from dflash_mlx import hub, registry
+from dflash_mlx.convert.bundled import find_bundled
 from dflash_mlx.convert.check import SelfCheck, compare
 from dflash_mlx.convert.companions import write_companions
 from dflash_mlx.convert.config import DRAFTER, result_config
@@ -45,7 +47,7 @@ def convert(order: Order, progress: Progress | None = None, *, show_fetch: bool 
     if order.draft_bits not in (None, 4, 8):
         raise UsageError(f"--draft-bits is {order.draft_bits}; a drafter can be held in 4 or 8.")
     found = registry.load_registry().resolve(order.source, drafter=order.drafter)
-    if order.draft_bits and found.drafter_spec is None:
+    if order.draft_bits and found.drafter_spec is None and not _has_drafter(order, found):
         raise UsageError("--draft-bits needs a drafter; name one with --drafter.")
     destination = destination_of(order)
     with _sentences(destination):
@@ -56,12 +58,18 @@ def convert(order: Order, progress: Progress | None = None, *, show_fetch: bool 
         if order.dry_run and ahead is not None:
             return replace(ahead, remarks=[*taken, *ahead.remarks])
         loads = fetch(order, found, show_fetch)
-        with _no_cache():
+        with _no_cache:
             plan = make_plan(order, loads, destination)
             if order.dry_run:
                 report = plan.report(start)
                 return replace(report, remarks=[*taken, *report.remarks])
             return _carry_out(plan, progress or (lambda done, total: None), start)
+
+
+def _has_drafter(order: Order, found: registry.Resolved) -> bool:
+    """Whether the source is on disk and has a drafter inside."""
+    place = hub.local_path(found.target_spec, revision=order.revision or found.target_revision)
+    return place is not None and find_bundled(place) is not None
 
 
 def _resolved(destination: Path) -> Path:
@@ -113,7 +121,7 @@ def _carry_out(plan: Plan, progress: Progress, start: float) -> Report:
 
 def _refuse_changed(plan: Plan) -> None:
     """SourceError when a file of the source or the drafter is another than when it was opened."""
-    if plan.files != list_files(plan.loads):
+    if plan.files != list_files(plan.loads.path, plan.loads.drafter):
         raise SourceError(
             f"Files of {plan.loads.path} or of the drafter changed while they were converted; "
             "leave them alone and start again."
@@ -172,14 +180,29 @@ def _self_check(plan: Plan) -> SelfCheck:
     return compare(before, after, plan.prompt, max(noise_of(dict(kind)) for kind in kinds))
 
 
-@contextmanager
-def _no_cache() -> Iterator[None]:
-    """Give freed arrays back to the system at once: what is held is then what is needed."""
-    before = mx.set_cache_limit(0)
-    try:
-        yield
-    finally:
-        mx.set_cache_limit(before)
+class _NoCache:
+    """Give freed arrays back to the system at once: what is held is then what is needed.
+
+    The limit is the process's, so the first user sets it and the last one puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), 0, 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._before = mx.set_cache_limit(0)
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                mx.set_cache_limit(self._before)
+
+
+_no_cache = _NoCache()
 
 
 @contextmanager

@@ -6,13 +6,14 @@ import hashlib
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from dflash_mlx import __version__, hub, registry
+from dflash_mlx.convert.bundled import find_bundled
 from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS
 from dflash_mlx.convert.disk import Demand, refuse_too_little
 from dflash_mlx.convert.jobs import Decision, decide, plain_jobs, recipe_json
@@ -20,10 +21,11 @@ from dflash_mlx.convert.quantize import Recipe, Rules
 from dflash_mlx.convert.source import Source, check_against, open_folder, open_source
 from dflash_mlx.convert.write import Shard, make_shards
 from dflash_mlx.draft.checkpoint import check_config, check_drafter
-from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
 from dflash_mlx.hub.preview import Preview
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
 from dflash_mlx.models import build_target
+from dflash_mlx.models.base import Target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
 from dflash_mlx.weights import UNFINISHED, read_config, read_weights
 
@@ -80,6 +82,8 @@ class Loads:
     drafter: Path | None
     drafter_spec: str | None
     drafter_revision: str | None
+    draft_bits: int | None = None  # to hold the drafter in
+    bundled: bool = False  # the drafter lies in the source, which was converted with it
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,18 @@ def fetch(order: Order, found: registry.Resolved, show: bool) -> Loads:
     revision = order.revision or found.target_revision
     target = hub.fetch(found.target_spec, revision=revision, progress=show)
     if found.drafter_spec is None:
-        return Loads(found.target_spec, target.revision, target.path, None, None, None)
+        loads = Loads(found.target_spec, target.revision, target.path, None, None, None)
+        bundled = find_bundled(target.path)
+        if bundled is None:
+            return loads
+        return replace(
+            loads,
+            drafter=bundled.path,
+            drafter_spec=bundled.spec,
+            drafter_revision=bundled.revision,
+            draft_bits=order.draft_bits or bundled.bits,
+            bundled=True,
+        )
     drafter = hub.fetch(
         found.drafter_spec, revision=found.drafter_revision, kind="drafter", progress=show
     )
@@ -250,33 +265,31 @@ def fetch(order: Order, found: registry.Resolved, show: bool) -> Loads:
         drafter.path,
         found.drafter_spec,
         drafter.revision,
+        order.draft_bits,
     )
 
 
-def list_files(loads: Loads) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of the last change (ns) of all files of source and drafter."""
-    places = [path for path in (loads.path, loads.drafter) if path is not None]
-    files = [f for p in places for f in ([p] if p.is_file() else sorted(p.iterdir()))]
+def list_files(*places: Path | None) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of the last change (ns) of files and of all files of folders."""
+    found = [place for place in places if place is not None]
+    files = [f for p in found for f in ([p] if p.is_file() else sorted(p.iterdir()))]
     return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
 
 
 def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     """Open and check everything; no weight is read yet."""
-    files = list_files(loads)  # before anything is opened
+    files = list_files(loads.path)  # before it is opened
     source = open_source(loads.path)
     model = build_target(source.config)
     check_against(source, model)
     decision = decide(source, model, order.recipe)
     tokenizer = load_tokenizer(loads.path)
-    prompt = tokenizer.encode(PROMPT)[:PROMPT_TOKENS]
-    if max(prompt) >= model.vocab_size:
-        raise CheckpointError(
-            f"The tokenizer of {loads.path} gives id {max(prompt)}, and the model knows ids up to "
-            f"{model.vocab_size - 1}; use the tokenizer that belongs to it."
-        )
+    prompt = _prompt(tokenizer, model.vocab_size, loads.path)
+    loads, remarks = _checked_drafter(order, loads, model)
+    decision = replace(decision, remarks=[*decision.remarks, *remarks])
+    files += list_files(loads.drafter)
     draft_shards: list[Shard] = []
     if loads.drafter is not None:
-        check_drafter(loads.drafter, model, bits=order.draft_bits)
         drafter = open_folder(
             loads.drafter, Checkpoint({}, Groups({}, {}), read_weights(loads.drafter))
         )
@@ -289,3 +302,33 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     there = hub.size_on_disk(destination) if begun else 0
     refuse_too_little([Demand("to write", destination, max(0, plan.nbytes - there))])
     return plan
+
+
+def _prompt(tokenizer: Tokenizer, vocab_size: int, path: Path) -> list[int]:
+    """Ids of the self-check; CheckpointError when there are none or the model lacks some."""
+    prompt = tokenizer.encode(PROMPT)[:PROMPT_TOKENS]
+    if not prompt:
+        raise CheckpointError(
+            f"The tokenizer of {path} makes no tokens of an English sentence, which the self-check "
+            "needs; use the tokenizer that belongs to the model."
+        )
+    if max(prompt) >= vocab_size:
+        raise CheckpointError(
+            f"The tokenizer of {path} gives id {max(prompt)}, and the model knows ids up to "
+            f"{vocab_size - 1}; use the tokenizer that belongs to it."
+        )
+    return prompt
+
+
+def _checked_drafter(order: Order, loads: Loads, model: Target) -> tuple[Loads, list[str]]:
+    """A drafter that was asked for fits or is refused; one that lies in the source is left out."""
+    if loads.drafter is None:
+        return loads, []
+    try:
+        check_drafter(loads.drafter, model, bits=loads.draft_bits)
+    except DFlashError as error:
+        if not loads.bundled or order.draft_bits:
+            raise
+        without = replace(loads, drafter=None, drafter_spec=None, drafter_revision=None)
+        return without, [f"The drafter inside of the source is not taken along: {error}"]
+    return loads, []
