@@ -6,13 +6,17 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from conversions import bytes_of, write_source, write_tiny_drafter
+from conversions import bytes_of, mlx_lm_logits, off, our_logits, write_source, write_tiny_drafter
+from tiny_drafter import drafter_config
 
+from dflash_mlx import engine
 from dflash_mlx.convert import Order, Recipe, convert
 from dflash_mlx.convert.order import _NoCache
+from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import CheckpointError
 
 
@@ -78,3 +82,56 @@ def test_two_conversions_leave_the_cache_limit_as_it_was() -> None:
         assert mx.set_cache_limit(0) == 12345
     finally:
         mx.set_cache_limit(before)
+
+
+def test_a_broken_chat_template_gets_a_remark(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "m")
+    (source / "chat_template.jinja").write_text("{% for m in")
+    report = convert(Order(str(source), tmp_path / "q"))
+    assert report.remarks[-1].startswith("The chat template of m ")
+    assert (tmp_path / "q/chat_template.jinja").read_text() == "{% for m in"
+
+
+@pytest.mark.parametrize("odd", [{"conversion": [1]}, {"text_config": {"a": 1}}], ids=str)
+def test_keys_of_other_programs_do_not_matter(tmp_path: Path, odd: dict[str, Any]) -> None:
+    source = write_source(tmp_path / "m")
+    convert(Order(str(source), tmp_path / "p"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **odd}))
+    convert(Order(str(source), tmp_path / "q"))
+    assert off(our_logits(tmp_path / "q"), our_logits(tmp_path / "p")) == 0.0
+    assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
+
+
+def test_a_drafter_that_is_gone_is_said(converted: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(converted, tmp_path / "m")
+    shutil.rmtree(model / "drafter")
+    drafting = engine.load(str(model)).warnings
+    assert any(
+        "the drafter beside" in line and "is gone: there is no folder" in line for line in drafting
+    )
+
+
+def test_a_file_is_no_drafter(converted: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.gguf").write_bytes(b"GGUF")
+    order = Order(str(converted), tmp_path / "q", drafter=str(tmp_path / "t.gguf"))
+    with pytest.raises(CheckpointError, match="is a file, and drafters are folders of safetensors"):
+        convert(order)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"architectures": -1}, "architectures is -1, not a list of names"),
+        (
+            {"num_hidden_layers": 10**12},
+            "num_hidden_layers is 1000000000000, not a whole number of",
+        ),
+        ({"head_dim": 2**30}, "head_dim is 1073741824, not a whole number of at most 65536"),
+        ({"intermediate_size": 10**12}, "intermediate_size is 1000000000000, not a whole number"),
+        ({"num_attention_heads": 2**30}, "num_attention_heads is 1073741824, not below 2"),
+    ],
+)
+def test_sizes_that_no_drafter_has_get_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        parse_config({**drafter_config("full"), **changes})

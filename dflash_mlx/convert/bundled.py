@@ -19,12 +19,18 @@ class Bundled:
 
 
 def find_bundled(source: Path) -> Bundled | None:
-    """The drafter that a source's config.json records, whether it is there or not."""
-    found = bundled_drafter(source) if source.is_dir() else None
+    """The drafter that a source's config.json records, whether it is there or not.
+
+    A `conversion` that is no object is some other program's, and records none.
+    """
+    if not (source / "config.json").is_file():
+        return None
+    conversion = read_config(source).get("conversion")
+    found = bundled_drafter(source) if isinstance(conversion, dict) else None
     if found is None:
         return None
     path, bits = found
-    record = read_config(source)["conversion"]["drafter"]
+    record = conversion["drafter"]
     spec, revision = record.get("source"), record.get("revision")
     return Bundled(
         path,

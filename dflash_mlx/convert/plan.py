@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from jinja2 import TemplateSyntaxError
 
 from dflash_mlx import __version__, hub, registry
 from dflash_mlx.convert.bundled import find_bundled
@@ -286,6 +287,7 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     tokenizer = load_tokenizer(loads.path)
     prompt = _prompt(tokenizer, model.vocab_size, loads.path)
     loads, remarks = _checked_drafter(order, loads, model)
+    remarks += _of_template(tokenizer)
     decision = replace(decision, remarks=[*decision.remarks, *remarks])
     files += list_files(loads.drafter)
     draft_shards: list[Shard] = []
@@ -332,3 +334,17 @@ def _checked_drafter(order: Order, loads: Loads, model: Target) -> tuple[Loads, 
         without = replace(loads, drafter=None, drafter_spec=None, drafter_revision=None)
         return without, [f"The drafter inside of the source is not taken along: {error}"]
     return loads, []
+
+
+def _of_template(tokenizer: Tokenizer) -> list[str]:
+    """A remark on a chat template that fails; one that only refuses the messages tried is whole."""
+    if not tokenizer.has_template:
+        return []
+    try:
+        tokenizer.render([{"role": "user", "content": PROMPT}])
+    except CheckpointError as error:
+        return [str(error)]
+    except UsageError as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            return [str(error)]
+    return []

@@ -85,6 +85,11 @@ def _checked(
     """Model with unset weights, config, the weights that are exactly the model's, target ids."""
     if bits not in (None, 4, 8):
         raise UsageError(f"Drafters cannot be quantized to {bits} bits; choose 4 or 8.")
+    if folder.is_file():
+        raise CheckpointError(
+            f"The drafter {folder} is a file, and drafters are folders of safetensors; give such a "
+            "folder or a hub repo."
+        )
     stored = read_config(folder)
     config = parse_config(stored)
     check_fit(config, target)
@@ -128,7 +133,7 @@ def check_fit(config: DFlashConfig, target: Target) -> None:
 def _mismatch(drafter: str, target: str) -> MismatchError:
     return MismatchError(
         f"The drafter {drafter}, the target {target}; use the drafter that was made for this "
-        "target, or --no-draft."
+        "target, or none."
     )
 
 
