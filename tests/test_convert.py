@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from checkpoints import mixed_bits, write_folder, write_quantized
@@ -151,6 +152,30 @@ def test_floating_point_formats_stay_when_more_bits_are_asked_for(tmp_path: Path
     convert(Order(str(source), tmp_path / "q", Recipe(bits=8)))
     assert off(our_logits(tmp_path / "q"), our_logits(source)) == 0.0
     assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
+
+
+def _in_layer_1(path: str, _: nn.Module) -> bool:
+    return ".layers.1." in f".{path}"
+
+
+def test_settings_that_stay_are_in_the_record(tmp_path: Path) -> None:
+    source = write_quantized(
+        tmp_path / "m", "qwen3", mode="mxfp4", predicate=_in_layer_1, vocab_size=VOCAB
+    )
+    write_tokenizer(source)
+    asked = convert(Order(str(source), tmp_path / "q", Recipe(bits=4)))
+    assert asked.recipe == {
+        **Recipe(bits=4).settings,
+        "mixed": None,
+        "dtype": None,
+        "taken_over": [{"group_size": 32, "bits": 4, "mode": "mxfp4"}],
+    }
+    plain = convert(Order(str(source), tmp_path / "p", Recipe(bits=4, mode="affine")))
+    assert plain.recipe == {**Recipe(bits=4).settings, "mixed": None, "dtype": None}
+    quantization = json.loads((tmp_path / "p/config.json").read_text())["quantization"]
+    assert quantization == Recipe(bits=4).settings
+    assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
+    assert off(our_logits(tmp_path / "p"), mlx_lm_logits(tmp_path / "p")) <= 1e-4
 
 
 def test_everything_beside_the_weights_is_carried_over(tmp_path: Path) -> None:
