@@ -46,9 +46,19 @@ def choose_drafter(
     spec, origin = found.drafter_spec, f"the registry's drafter for {model}"
     if named:
         origin = "the drafter given"
-    elif spec is None and (bundled := bundled_drafter(path)):
-        spec, origin = str(bundled[0]), f"the drafter beside {model}"
-        bits = bits or bundled[1]
+    elif spec is None:
+        try:
+            bundled = bundled_drafter(path)
+        except DFlashError as error:
+            return _plainly(f"what is beside {model} cannot be told: {error}")
+        if bundled is not None:
+            if not bundled[0].is_dir():
+                return _plainly(
+                    f"the drafter beside {model} is gone: there is no folder {bundled[0]}; "
+                    "convert the model again, or give a drafter."
+                )
+            spec, origin = str(bundled[0]), f"the drafter beside {model}"
+            bits = bits or bundled[1]
     if spec is None:
         return _none_known(model, path)
     try:
@@ -61,12 +71,15 @@ def choose_drafter(
     except DFlashError as error:
         if named:
             raise
-        reason = f"the drafter {spec} could not be used: {error}"
-        return Drafting(reason, warnings=[f"Decoding plainly, since {reason}"])
+        return _plainly(f"the drafter {spec} could not be used: {error}")
     warnings = []
     if not named and found.pair is not None:
         warnings = found.pair.disagreements(drafter.taps, drafter.block_size)
     return Drafting(origin, drafter, spec, fetched.revision, warnings)
+
+
+def _plainly(reason: str) -> Drafting:
+    return Drafting(reason, warnings=[f"Decoding plainly, since {reason}"])
 
 
 def _none_known(model: str, path: Path) -> Drafting:

@@ -287,7 +287,7 @@ def refuse_drafter(folder: Path | str, config: Mapping[str, Any]) -> None:
     if own_keys or any("dflash" in str(name).lower() for name in names):
         raise CheckpointError(
             f"{folder} is a DFlash drafter, not a model; give the model it was made for, and this "
-            "with --draft."
+            "as its drafter."
         )
 
 

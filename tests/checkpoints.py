@@ -50,6 +50,7 @@ def write_quantized(
     *,
     mode: str = "affine",
     bits: int = 4,
+    group_size: int | None = None,
     predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None = None,
     tied: bool = False,
     weights: dict[str, np.ndarray] | None = None,
@@ -62,7 +63,7 @@ def write_quantized(
     config = tiny_config(family, tie_word_embeddings=tied, **{**WIDE, **overrides})
     plain = write_folder(folder.parent / "plain", config, weights)
     model, config = load_model(plain)
-    group = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}[mode]
+    group = group_size or {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}[mode]
     model, config = quantize_model(model, config, group, bits, mode=mode, quant_predicate=predicate)
     save_model(folder, model)
     save_config(config, folder / "config.json")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from checkpoints import mixed_bits, write_folder, write_quantized
@@ -82,7 +83,7 @@ def test_tensors_equal_those_of_mlx_lm_convert(
         quantize=True,
         q_group_size=recipe.group_size or (64 if recipe.mixed else None),
         q_bits=recipe.bits,
-        q_mode=recipe.mode,
+        q_mode=recipe.mode or "affine",
         dtype=recipe.dtype,
         quant_predicate=recipe.mixed,
     )
@@ -118,12 +119,63 @@ def test_what_is_quantized_with_the_bits_asked_for_stays(tmp_path: Path) -> None
     assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [
+        (Recipe(bits=4), {"group_size": 32, "bits": 4, "mode": "affine"}),
+        (Recipe(bits=4, group_size=64), {"group_size": 64, "bits": 4, "mode": "affine"}),
+        (Recipe(mode="mxfp4"), {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+    ],
+    ids=lambda value: value.label if isinstance(value, Recipe) else str(value["group_size"]),
+)
+def test_group_size_and_mode_that_are_asked_for_are_in_the_file(
+    tmp_path: Path, recipe: Recipe, found: dict[str, object]
+) -> None:
+    source = write_quantized(tmp_path / "m", "llama", bits=4, group_size=32, vocab_size=VOCAB)
+    write_tokenizer(source)
+    report = convert(Order(str(source), tmp_path / "q", recipe))
+    config = json.loads((tmp_path / "q/config.json").read_text())
+    assert config["quantization"] == found
+    assert (
+        config["conversion"]["recipe"] == report.recipe == {**found, "mixed": None, "dtype": None}
+    )
+    for name, tensor in tensors_of(tmp_path / "q").items():
+        if name.endswith(".scales"):
+            weight = tensors_of(tmp_path / "q")[f"{name.removesuffix('scales')}weight"]
+            assert weight.shape[-1] * 32 // 4 // tensor.shape[-1] == found["group_size"], name
+    assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
+
+
 def test_floating_point_formats_stay_when_more_bits_are_asked_for(tmp_path: Path) -> None:
     source = write_quantized(tmp_path / "m", "llama", mode="mxfp4", vocab_size=VOCAB)
     write_tokenizer(source)
     convert(Order(str(source), tmp_path / "q", Recipe(bits=8)))
     assert off(our_logits(tmp_path / "q"), our_logits(source)) == 0.0
     assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
+
+
+def _in_layer_1(path: str, _: nn.Module) -> bool:
+    return ".layers.1." in f".{path}"
+
+
+def test_settings_that_stay_are_in_the_record(tmp_path: Path) -> None:
+    source = write_quantized(
+        tmp_path / "m", "qwen3", mode="mxfp4", predicate=_in_layer_1, vocab_size=VOCAB
+    )
+    write_tokenizer(source)
+    asked = convert(Order(str(source), tmp_path / "q", Recipe(bits=4)))
+    assert asked.recipe == {
+        **Recipe(bits=4).settings,
+        "mixed": None,
+        "dtype": None,
+        "taken_over": [{"group_size": 32, "bits": 4, "mode": "mxfp4"}],
+    }
+    plain = convert(Order(str(source), tmp_path / "p", Recipe(bits=4, mode="affine")))
+    assert plain.recipe == {**Recipe(bits=4).settings, "mixed": None, "dtype": None}
+    quantization = json.loads((tmp_path / "p/config.json").read_text())["quantization"]
+    assert quantization == Recipe(bits=4).settings
+    assert off(our_logits(tmp_path / "q"), mlx_lm_logits(tmp_path / "q")) <= 1e-4
+    assert off(our_logits(tmp_path / "p"), mlx_lm_logits(tmp_path / "p")) <= 1e-4
 
 
 def test_everything_beside_the_weights_is_carried_over(tmp_path: Path) -> None:

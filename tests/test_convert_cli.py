@@ -77,6 +77,11 @@ def test_the_destination_is_named_by_model_and_recipe(
     for options in ([], ["--mode", "mxfp4"], ["--recipe", "mixed_2_6"]):
         assert run(capsys, "./m", *options)[0] == 0
     assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-4bit", "m-mixed_2_6", "m-mxfp4"]
+    monkeypatch.chdir(tmp_path / "m")
+    before = sorted((tmp_path / "m").iterdir())
+    assert run(capsys, ".", "--bits", "8")[0] == 0
+    assert (tmp_path / "m-8bit/config.json").is_file()
+    assert sorted((tmp_path / "m").iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -130,6 +135,17 @@ def test_an_interruption_says_how_to_go_on(
     code, _, err = run(capsys, str(tmp_path / "m"), str(tmp_path / "q"))
     assert code == 130
     assert "The same command goes on from here" in err
+
+
+def test_an_unexpected_error_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_mlx.convert.order.noise_of", lambda _: 1e-6)
+    source = write_source(tmp_path / "m")
+    code, out, err = run(capsys, str(source), str(tmp_path / "q"), "--json")
+    assert code == 0
+    assert not json.loads(out)["self_check"]["as_expected"]
+    assert "The self-check found more than expected: most tokens are off by" in err
 
 
 class Terminal(io.StringIO):

@@ -16,15 +16,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import pytest
 from checkpoints import write_folder
-from conversions import bytes_of, tensors_of, write_source, write_tiny_drafter
+from conversions import tensors_of, write_source, write_tiny_drafter
 from tiny import tiny_config
 
-from dflash_mlx import hub
 from dflash_mlx.convert import Order, Recipe, convert
-from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
-from tests.fake_hub import FakeHub, FakeRepo
-
-pytest_plugins = ["tests.hub_fixtures"]
+from dflash_mlx.errors import CheckpointError, DFlashError, SourceError, UsageError
 
 LATE = "model.norm.weight"  # written when most is on disk already
 
@@ -291,6 +287,60 @@ def test_an_empty_folder_stays_when_the_conversion_fails(tmp_path: Path) -> None
     assert list((tmp_path / "q").iterdir()) == []
 
 
+def test_a_failure_behind_a_link_leaves_nothing(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "m")
+    _put(LATE, float("inf"))(source)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "q").symlink_to("real")
+    with pytest.raises(CheckpointError):
+        convert(Order(str(source), tmp_path / "q", shard_bytes=10_000))
+    assert list((tmp_path / "real").iterdir()) == []
+    assert (tmp_path / "q").is_symlink()
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [_cut, os.utime])
+def test_a_source_that_changes_meanwhile_leaves_nothing(
+    tmp_path: Path, change: Callable[[Path], Any]
+) -> None:
+    source = write_source(tmp_path / "m")
+    file = source / "model.safetensors"
+
+    def progress(done: int, total: int) -> None:
+        if 0 < done < total / 2:
+            change(file)
+
+    with pytest.raises(SourceError, match="changed while they were converted;") as caught:
+        convert(Order(str(source), tmp_path / "q", shard_bytes=10_000), progress)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "q").exists()
+
+
+def test_an_error_of_mlx_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_source(tmp_path / "m")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[malloc] no\nmemory")
+
+    monkeypatch.setattr("dflash_mlx.convert.order.compare", fail)
+    with pytest.raises(SourceError, match=r"MLX could not convert .* \(\[malloc\] no memory\);"):
+        convert(Order(str(source), tmp_path / "q"))
+    assert not (tmp_path / "q").exists()
+
+
+def test_names_that_are_not_utf8_get_a_sentence(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "m")
+    odd = str(tmp_path / os.fsdecode(b"q\xff"))
+    shutil.copytree(source, odd)
+    for order in (Order(str(source), Path(odd + "2")), Order(odd, tmp_path / "q")):
+        with pytest.raises(UsageError, match="is not UTF-8, and config"):
+            convert(order)
+    assert not (tmp_path / "q").exists()
+
+
 def test_too_little_disk_is_refused_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,50 +380,3 @@ def test_no_room_at_the_very_end_leaves_nothing(
     with pytest.raises(UsageError, match="There is no room left"):
         convert(Order(str(source), tmp_path / "q"))
     assert not (tmp_path / "q").exists()
-
-
-def repo_of(folder: Path) -> FakeRepo:
-    return FakeRepo(bytes_of(folder))
-
-
-@pytest.mark.parametrize("what", ["family", "drafter", "other drafter", "disk"])
-def test_refusals_come_before_the_download(
-    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    source = write_source(tmp_path / "m")
-    sentence = "The disk of .* has 0.06 GB free, and .* are needed .*to fetch and .* to write"
-    if what == "family":
-        _config(source, model_type="rwkv")
-        sentence = "'rwkv' is not supported; use a model of one of llama, qwen3"
-    elif what == "drafter":
-        _drafter(source)
-        sentence = "org/m is a DFlash drafter, not a model"
-    elif what == "other drafter":
-        drafter = write_tiny_drafter(tmp_path / "d")
-        _config(drafter, num_target_layers=9)
-        server.repos["org/d"] = repo_of(drafter)
-        sentence = "made for a target of 9 layers"
-    else:
-        usage = shutil.disk_usage(tmp_path)._replace(free=63_000_000)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    server.repos["org/m"] = repo_of(source)
-    with pytest.raises(DFlashError, match=sentence):
-        convert(Order("org/m", tmp_path / "q", drafter="org/d" if "other" in what else None))
-    assert server.gets("model.safetensors") == []
-    assert not (tmp_path / "q").exists()
-
-
-def test_a_hub_repo_is_converted_with_its_commit(tmp_path: Path, server: FakeHub) -> None:
-    source = write_source(tmp_path / "m", changes={"torch_dtype": "float32"})
-    server.repos["org/m"] = repo_of(source)
-    order = Order("org/m", tmp_path / "q", Recipe(dtype="bfloat16"))
-    dry = convert(replace(order, dry_run=True), show_fetch=False)
-    assert server.gets("model.safetensors") == []
-    wanted = sum(len(b) for n, b in bytes_of(source).items())
-    assert dry.download_bytes == wanted
-    report = convert(order, show_fetch=False)
-    assert report.revision == "a" * 40
-    assert abs(dry.result_bytes / report.result_bytes - 1) < 0.25
-    config = json.loads((tmp_path / "q/config.json").read_text())
-    assert config["conversion"]["revision"] == "a" * 40
-    assert hub.preview("org/m") is None  # it is here now

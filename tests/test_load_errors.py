@@ -192,14 +192,14 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "drafter by architecture",
         lambda f: _edit(f, architectures=["DFlashDraftModel"]),
-        "{f} is a DFlash drafter, not a model; give the model it was made for, and this with "
-        "--draft.",
+        "{f} is a DFlash drafter, not a model; give the model it was made for, and this as "
+        "its drafter.",
     ),
     (
         "drafter by key",
         lambda f: _edit(f, dflash_config={"mask_token_id": 3}),
-        "{f} is a DFlash drafter, not a model; give the model it was made for, and this with "
-        "--draft.",
+        "{f} is a DFlash drafter, not a model; give the model it was made for, and this as "
+        "its drafter.",
     ),
     (
         "unknown family",

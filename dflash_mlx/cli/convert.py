@@ -35,8 +35,8 @@ GroupSize = Annotated[
     int | None, _option("Weights that share a scale; 64 without it.", "--group-size", "32|64|128")
 ]
 Mode = Annotated[
-    str,
-    typer.Option("--mode", metavar="affine|mxfp4|mxfp8|nvfp4", help="The number format."),
+    str | None,
+    _option("The number format; affine without it.", "--mode", "affine|mxfp4|mxfp8|nvfp4"),
 ]
 Mixed = Annotated[
     str | None,
@@ -68,7 +68,7 @@ def convert(
     destination: Destination = None,
     bits: Bits = None,
     group_size: GroupSize = None,
-    mode: Mode = "affine",
+    mode: Mode = None,
     recipe: Mixed = None,
     drafter: DrafterName = None,
     draft_bits: DraftBits = None,
@@ -99,6 +99,8 @@ def convert(
     except KeyboardInterrupt:
         console.say("Stopped. The same command goes on from here; to give up, delete the folder.")
         raise
+    if report.self_check and not report.self_check["as_expected"]:
+        console.say(f"The self-check found {report.self_check['verdict']}.")
     if as_json:
         print(json.dumps(report.to_json(), ensure_ascii=False))
     else:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dflash_mlx import __version__, hub
-from dflash_mlx.convert.plan import Plan, recipe_json
+from dflash_mlx.convert.plan import Plan
 from dflash_mlx.convert.reading import for_mlx_lm
 from dflash_mlx.weights import BUNDLED_DRAFTER as DRAFTER
 
@@ -32,7 +32,7 @@ def result_config(plan: Plan, hashes: Mapping[str, str], check: SelfCheck) -> di
         "source": loads.spec,
         "revision": loads.revision,
         "base_models": list(dict.fromkeys((loads.spec, *hub.base_models(loads.path)))),
-        "recipe": recipe_json(plan.order.recipe),
+        "recipe": plan.decision.recipe,
         "sha256": dict(hashes),
         "remarks": plan.decision.remarks,
         "self_check": check.record(),
@@ -42,6 +42,6 @@ def result_config(plan: Plan, hashes: Mapping[str, str], check: SelfCheck) -> di
             "folder": DRAFTER,
             "source": loads.drafter_spec,
             "revision": loads.drafter_revision,
-            "bits": plan.order.draft_bits,
+            "bits": loads.draft_bits,
         }
     return dict(sorted(config.items()))

@@ -5,7 +5,7 @@ Reads and writes nothing: jobs carry out what is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class Decision:
 
     jobs: list[Job]
     quantization: dict[str, Any]
+    recipe: dict[str, Any]  # what is in the file: the recipe, corrected by what stays
     prefix: str  # before every name that is written
     kept: int  # modules that stay as the source has them quantized
     quantized: int  # modules quantized anew
@@ -46,36 +47,63 @@ class Decision:
 def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
     """What becomes of every parameter of `model`.
 
-    A module that the source holds quantized with the bits asked for stays as it is, since doing it
-    again would only add an error; one in a floating-point format (the experts of gpt-oss) stays
-    also when more bits are asked for.
+    A module that the source holds quantized with the bits asked for, and with the mode and the
+    group size if they are asked for, stays as it is, since doing it again would only add an error;
+    one in a floating-point format (the experts of gpt-oss) stays also when more bits are asked for.
     """
     rules = Rules(recipe, source.config, model)
     dtype = float_type(recipe, source)
     modules = dict(model.named_modules())
     parameters: Any = tree_flatten(model.parameters())
     jobs: list[Job] = []
-    exceptions: dict[str, Settings] = {}
+    chosen: dict[str, Settings] = {}
+    stay: list[Settings] = []
     kept = quantized = again = 0
     for name, _ in parameters:
         path, _, leaf = name.rpartition(".")
         settings = rules.settings(path, modules[path]) if leaf == "weight" else None
         packed = source.packed.get(path) if leaf == "weight" else None
         own = dtype if rules.casts(name) else None
-        if packed and _stays(packed.settings, settings):
+        if packed and _stays(packed.settings, settings, recipe):
             jobs += [_job(source, n, p, own, None, rules.prefix) for n, p in packed.parts.items()]
             settings = packed.settings
+            stay.append(dict(settings))
             kept += 1
         else:
             weight = source.weights[name]
             jobs.append(_job(source, name, weight, own, settings, rules.prefix))
             quantized += settings is not None
             again += packed is not None and settings is not None
-        if settings not in (None, rules.common):
-            exceptions[rules.prefix + path] = settings
-    quantization = {**rules.common, **exceptions}
+        if settings is not None:
+            chosen[rules.prefix + path] = settings
+    common = _common(rules.common, list(chosen.values()), recipe)
+    quantization = {**common, **{k: v for k, v in chosen.items() if v != common}}
+    record = recipe_json(recipe, common, stay)
     remarks = [*_of_quantized(kept, again), *rules.remarks]
-    return Decision(jobs, quantization, rules.prefix, kept, quantized, again, remarks)
+    return Decision(jobs, quantization, record, rules.prefix, kept, quantized, again, remarks)
+
+
+def _common(asked: Settings, chosen: list[Settings], recipe: Recipe) -> Settings:
+    """The settings stated for all modules: those asked for, unless no module came to have them."""
+    if recipe.mixed or not chosen or asked in chosen:
+        return asked
+    return dict(max(chosen, key=chosen.count))
+
+
+def recipe_json(
+    recipe: Recipe, common: Settings | None = None, stay: Sequence[Settings] = ()
+) -> dict[str, Any]:
+    """The recipe with its defaults filled in.
+
+    common: what the result's modules have, where that is another. stay: settings of modules taken
+    over from the source; those that differ from the common ones are listed as `taken_over`.
+    """
+    settings = dict(common or recipe.settings)
+    others = [s for i, s in enumerate(stay) if s != settings and s not in stay[:i]]
+    if recipe.mixed:
+        del settings["bits"]  # the recipe's own, layer by layer
+    record = {**settings, "mixed": recipe.mixed, "dtype": recipe.dtype}
+    return {**record, "taken_over": others} if others else record
 
 
 def _of_quantized(kept: int, again: int) -> list[str]:
@@ -85,10 +113,15 @@ def _of_quantized(kept: int, again: int) -> list[str]:
     return [f"The source is quantized itself: {kept} of its modules stay as they are{more}."]
 
 
-def _stays(has: Settings, wanted: Settings | None) -> bool:
-    if wanted is None or has["bits"] == wanted["bits"]:
+def _stays(has: Settings, wanted: Settings | None, recipe: Recipe) -> bool:
+    if wanted is None:
         return True
-    return has["mode"] != "affine" and has["bits"] < wanted["bits"]
+    if recipe.mode is not None and has["mode"] != wanted["mode"]:
+        return False
+    if recipe.group_size is not None and has["group_size"] != wanted["group_size"]:
+        return False
+    more = has["mode"] != "affine" and has["bits"] < wanted["bits"]
+    return more or has["bits"] == wanted["bits"]
 
 
 def float_type(recipe: Recipe, source: Source) -> mx.Dtype | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,22 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx import registry
+from dflash_mlx import hub, registry
+from dflash_mlx.convert.bundled import find_bundled
 from dflash_mlx.convert.check import SelfCheck, compare
 from dflash_mlx.convert.companions import write_companions
 from dflash_mlx.convert.config import DRAFTER, result_config
 from dflash_mlx.convert.folder import WorkFolder, check_free
-from dflash_mlx.convert.plan import Order, Plan, Report, destination_of, fetch, make_plan, preview
+from dflash_mlx.convert.plan import (
+    Order,
+    Plan,
+    Report,
+    destination_of,
+    fetch,
+    list_files,
+    make_plan,
+    preview,
+)
 from dflash_mlx.convert.quantize import noise_of
 from dflash_mlx.convert.source import open_folder, open_source
 from dflash_mlx.convert.write import Shard, sha256_of, write_index, write_json, write_shard
@@ -36,21 +47,36 @@ def convert(order: Order, progress: Progress | None = None, *, show_fetch: bool 
     if order.draft_bits not in (None, 4, 8):
         raise UsageError(f"--draft-bits is {order.draft_bits}; a drafter can be held in 4 or 8.")
     found = registry.load_registry().resolve(order.source, drafter=order.drafter)
-    if order.draft_bits and found.drafter_spec is None:
+    if order.draft_bits and found.drafter_spec is None and not _has_drafter(order, found):
         raise UsageError("--draft-bits needs a drafter; name one with --drafter.")
     destination = destination_of(order)
     with _sentences(destination):
+        # A link is followed once and for all: what it leads to is written, and removed on failure.
+        destination = _resolved(destination)
         taken = _taken(order, destination)
         ahead = preview(order, found, destination)
         if order.dry_run and ahead is not None:
             return replace(ahead, remarks=[*taken, *ahead.remarks])
         loads = fetch(order, found, show_fetch)
-        with _no_cache():
+        with _no_cache:
             plan = make_plan(order, loads, destination)
             if order.dry_run:
                 report = plan.report(start)
                 return replace(report, remarks=[*taken, *report.remarks])
             return _carry_out(plan, progress or (lambda done, total: None), start)
+
+
+def _has_drafter(order: Order, found: registry.Resolved) -> bool:
+    """Whether the source is on disk and has a drafter inside."""
+    place = hub.local_path(found.target_spec, revision=order.revision or found.target_revision)
+    return place is not None and find_bundled(place) is not None
+
+
+def _resolved(destination: Path) -> Path:
+    """What a link to a folder leads to; any other path as it is."""
+    if destination.is_symlink() and destination.is_dir():
+        return destination.resolve()
+    return destination
 
 
 def _taken(order: Order, destination: Path) -> list[str]:
@@ -73,6 +99,7 @@ def _carry_out(plan: Plan, progress: Progress, start: float) -> Report:
         ):
             folder.record(name, sha256_of(folder.path / name))
         check = _self_check(plan)
+        _refuse_changed(plan)
         hashes = dict(sorted(folder.hashes.items()))
         # Last, so that no program takes the folder for a model before it is whole.
         write_json(folder.path / "config.json", result_config(plan, hashes, check))
@@ -80,9 +107,29 @@ def _carry_out(plan: Plan, progress: Progress, start: float) -> Report:
     except (DFlashError, OSError):
         folder.discard()
         raise
+    except RuntimeError as error:  # MLX's, as of a file that is shorter than its header says
+        folder.discard()
+        _refuse_changed(plan)
+        raise SourceError(
+            f"MLX could not convert {plan.loads.path} ({_line(error)}); check disk and memory, "
+            "and start again."
+        ) from error
     finally:
         folder.close()
     return plan.report(start, resumed_bytes=resumed, hashes=hashes, self_check=check.to_json())
+
+
+def _refuse_changed(plan: Plan) -> None:
+    """SourceError when a file of the source or the drafter is another than when it was opened."""
+    if plan.files != list_files(plan.loads.path, plan.loads.drafter):
+        raise SourceError(
+            f"Files of {plan.loads.path} or of the drafter changed while they were converted; "
+            "leave them alone and start again."
+        )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _write_weights(plan: Plan, folder: WorkFolder, progress: Progress) -> int:
@@ -133,14 +180,29 @@ def _self_check(plan: Plan) -> SelfCheck:
     return compare(before, after, plan.prompt, max(noise_of(dict(kind)) for kind in kinds))
 
 
-@contextmanager
-def _no_cache() -> Iterator[None]:
-    """Give freed arrays back to the system at once: what is held is then what is needed."""
-    before = mx.set_cache_limit(0)
-    try:
-        yield
-    finally:
-        mx.set_cache_limit(before)
+class _NoCache:
+    """Give freed arrays back to the system at once: what is held is then what is needed.
+
+    The limit is the process's, so the first user sets it and the last one puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), 0, 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._before = mx.set_cache_limit(0)
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                mx.set_cache_limit(self._before)
+
+
+_no_cache = _NoCache()
 
 
 @contextmanager

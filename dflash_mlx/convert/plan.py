@@ -6,29 +6,32 @@ import hashlib
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from jinja2 import TemplateSyntaxError
 
 from dflash_mlx import __version__, hub, registry
+from dflash_mlx.convert.bundled import find_bundled
 from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS
 from dflash_mlx.convert.disk import Demand, refuse_too_little
-from dflash_mlx.convert.jobs import Decision, decide, plain_jobs
-from dflash_mlx.convert.quantize import Recipe
+from dflash_mlx.convert.jobs import Decision, decide, plain_jobs, recipe_json
+from dflash_mlx.convert.quantize import Recipe, Rules
 from dflash_mlx.convert.source import Source, check_against, open_folder, open_source
 from dflash_mlx.convert.write import Shard, make_shards
-from dflash_mlx.draft.checkpoint import check_drafter, check_fit
-from dflash_mlx.draft.config import parse_config
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.draft.checkpoint import check_config, check_drafter
+from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
 from dflash_mlx.hub.preview import Preview
 from dflash_mlx.loader import Checkpoint, Groups, refuse_drafter
 from dflash_mlx.models import build_target
+from dflash_mlx.models.base import Target
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
-from dflash_mlx.weights import UNFINISHED, read_weights
+from dflash_mlx.weights import UNFINISHED, read_config, read_weights
 
-SHARD_BYTES = 5_000_000_000
+#: a file of the result; what a stopped run has begun of one is written again
+SHARD_BYTES = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Loads:
     drafter: Path | None
     drafter_spec: str | None
     drafter_revision: str | None
+    draft_bits: int | None = None  # to hold the drafter in
+    bundled: bool = False  # the drafter lies in the source, which was converted with it
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class Plan:
     draft_shards: list[Shard]
     tokenizer: Tokenizer
     prompt: list[int]  # of the self-check
+    files: list[tuple[str, int, int]]  # of source and drafter, as `list_files` found them
 
     @property
     def nbytes(self) -> int:
@@ -103,8 +109,6 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Changes with anything that changes a byte of the result."""
-        read = [path for path in (self.loads.path, self.loads.drafter) if path is not None]
-        files = [f for p in read for f in ([p] if p.is_file() else sorted(p.iterdir()))]
         jobs = [o for s in (*self.shards, *self.draft_shards) for j in s.jobs for o in j.outputs]
         everything = [
             __version__,
@@ -112,7 +116,7 @@ class Plan:
             str(self.loads.path.resolve()),
             asdict(self.order.recipe),
             self.order.shard_bytes,
-            [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
+            self.files,
             [(o.name, o.shape, str(o.dtype)) for o in jobs],
         ]
         return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
@@ -123,7 +127,7 @@ class Plan:
             source=loads.spec,
             revision=loads.revision,
             destination=str(self.destination),
-            recipe=recipe_json(self.order.recipe),
+            recipe=self.decision.recipe,
             drafter=loads.drafter_spec,
             dry_run=self.order.dry_run,
             source_bytes=hub.size_on_disk(loads.path),
@@ -138,10 +142,33 @@ class Plan:
 
 
 def destination_of(order: Order) -> Path:
+    """Where the result goes: a name for it here, but never inside of the folder to convert.
+
+    UsageError for a name that is not UTF-8, which no config.json can record.
+    """
+    for given in (order.source, order.drafter or "", str(order.destination or "")):
+        _refuse_not_utf8(given)
     if order.destination is not None:
         return order.destination.expanduser()
     name = order.source.partition("#")[0].rstrip("/").rsplit("/", 1)[-1]
-    return Path(f"{name.removesuffix('.gguf')}-{order.recipe.label}")
+    place = Path()
+    source = Path(order.source).expanduser()
+    if source.is_dir() and (name in ("", ".", "..") or source.samefile(place)):
+        source = source.resolve()
+        name = source.name or "model"
+        if source in (cwd := Path.cwd()).parents or source == cwd:
+            place = source.parent
+    return place / f"{name.removesuffix('.gguf')}-{order.recipe.label}"
+
+
+def _refuse_not_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode(errors="surrogateescape").decode(errors="replace")
+        raise UsageError(
+            f"The name {shown} is not UTF-8, and config.json records names; rename it."
+        ) from None
 
 
 def preview(order: Order, found: registry.Resolved, destination: Path) -> Report | None:
@@ -151,14 +178,10 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
     drafter = None
     if found.drafter_spec:
         drafter = hub.preview(found.drafter_spec, revision=found.drafter_revision, kind="drafter")
-    if target is not None and target.config:
-        refuse_drafter(found.target_spec, target.config)
-        model = build_target(target.config)
-        if drafter is not None:
-            check_fit(parse_config(drafter.config), model)
     ahead = [preview for preview in (target, drafter) if preview is not None]
     if not ahead:
         return None
+    _refuse_by_config(order, found, target, drafter)
     demands = [Demand("to fetch", preview.folder, preview.nbytes) for preview in ahead]
     settings = order.recipe.settings
     # Scales and biases are two 16-bit numbers a group.
@@ -177,6 +200,26 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
         result_bytes=result,
         download_bytes=sum(preview.nbytes for preview in ahead),
     )
+
+
+def _refuse_by_config(
+    order: Order, found: registry.Resolved, target: Preview | None, drafter: Preview | None
+) -> None:
+    """What config.json alone tells that it cannot be; a GGUF file has none."""
+    place = Path(found.target_spec)
+    if target is not None:
+        config = target.config
+    else:
+        local = hub.local_path(found.target_spec, revision=order.revision or found.target_revision)
+        config = read_config(local) if local is not None and local.is_dir() else {}
+    if not config:
+        return
+    refuse_drafter(place, config)
+    Groups.read(place, config)
+    model = build_target(config)
+    Rules(order.recipe, config, model)
+    if drafter is not None:
+        check_config(drafter.config, model, bits=order.draft_bits)
 
 
 def _stored_bits(found: registry.Resolved, target: Preview | None) -> float:
@@ -201,7 +244,18 @@ def fetch(order: Order, found: registry.Resolved, show: bool) -> Loads:
     revision = order.revision or found.target_revision
     target = hub.fetch(found.target_spec, revision=revision, progress=show)
     if found.drafter_spec is None:
-        return Loads(found.target_spec, target.revision, target.path, None, None, None)
+        loads = Loads(found.target_spec, target.revision, target.path, None, None, None)
+        bundled = find_bundled(target.path)
+        if bundled is None:
+            return loads
+        return replace(
+            loads,
+            drafter=bundled.path,
+            drafter_spec=bundled.spec,
+            drafter_revision=bundled.revision,
+            draft_bits=order.draft_bits or bundled.bits,
+            bundled=True,
+        )
     drafter = hub.fetch(
         found.drafter_spec, revision=found.drafter_revision, kind="drafter", progress=show
     )
@@ -212,32 +266,39 @@ def fetch(order: Order, found: registry.Resolved, show: bool) -> Loads:
         drafter.path,
         found.drafter_spec,
         drafter.revision,
+        order.draft_bits,
     )
+
+
+def list_files(*places: Path | None) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of the last change (ns) of files and of all files of folders."""
+    found = [place for place in places if place is not None]
+    files = [f for p in found for f in ([p] if p.is_file() else sorted(p.iterdir()))]
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
 
 
 def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     """Open and check everything; no weight is read yet."""
+    files = list_files(loads.path)  # before it is opened
     source = open_source(loads.path)
     model = build_target(source.config)
     check_against(source, model)
     decision = decide(source, model, order.recipe)
     tokenizer = load_tokenizer(loads.path)
-    prompt = tokenizer.encode(PROMPT)[:PROMPT_TOKENS]
-    if max(prompt) >= model.vocab_size:
-        raise CheckpointError(
-            f"The tokenizer of {loads.path} gives id {max(prompt)}, and the model knows ids up to "
-            f"{model.vocab_size - 1}; use the tokenizer that belongs to it."
-        )
+    prompt = _prompt(tokenizer, model.vocab_size, loads.path)
+    loads, remarks = _checked_drafter(order, loads, model)
+    remarks += _of_template(tokenizer)
+    decision = replace(decision, remarks=[*decision.remarks, *remarks])
+    files += list_files(loads.drafter)
     draft_shards: list[Shard] = []
     if loads.drafter is not None:
-        check_drafter(loads.drafter, model, bits=order.draft_bits)
         drafter = open_folder(
             loads.drafter, Checkpoint({}, Groups({}, {}), read_weights(loads.drafter))
         )
         draft_shards = make_shards(plain_jobs(drafter, mx.bfloat16), order.shard_bytes)
     shards = make_shards(decision.jobs, order.shard_bytes)
     plan = Plan(
-        order, loads, destination, source, decision, shards, draft_shards, tokenizer, prompt
+        order, loads, destination, source, decision, shards, draft_shards, tokenizer, prompt, files
     )
     begun = (destination / UNFINISHED).is_file()
     there = hub.size_on_disk(destination) if begun else 0
@@ -245,9 +306,45 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     return plan
 
 
-def recipe_json(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with its defaults filled in."""
-    settings = recipe.settings
-    if recipe.mixed:
-        del settings["bits"]  # the recipe's own, layer by layer
-    return {**settings, "mixed": recipe.mixed, "dtype": recipe.dtype}
+def _prompt(tokenizer: Tokenizer, vocab_size: int, path: Path) -> list[int]:
+    """Ids of the self-check; CheckpointError when there are none or the model lacks some."""
+    prompt = tokenizer.encode(PROMPT)[:PROMPT_TOKENS]
+    if not prompt:
+        raise CheckpointError(
+            f"The tokenizer of {path} makes no tokens of an English sentence, which the self-check "
+            "needs; use the tokenizer that belongs to the model."
+        )
+    if max(prompt) >= vocab_size:
+        raise CheckpointError(
+            f"The tokenizer of {path} gives id {max(prompt)}, and the model knows ids up to "
+            f"{vocab_size - 1}; use the tokenizer that belongs to it."
+        )
+    return prompt
+
+
+def _checked_drafter(order: Order, loads: Loads, model: Target) -> tuple[Loads, list[str]]:
+    """A drafter that was asked for fits or is refused; one that lies in the source is left out."""
+    if loads.drafter is None:
+        return loads, []
+    try:
+        check_drafter(loads.drafter, model, bits=loads.draft_bits)
+    except DFlashError as error:
+        if not loads.bundled or order.draft_bits:
+            raise
+        without = replace(loads, drafter=None, drafter_spec=None, drafter_revision=None)
+        return without, [f"The drafter inside of the source is not taken along: {error}"]
+    return loads, []
+
+
+def _of_template(tokenizer: Tokenizer) -> list[str]:
+    """A remark on a chat template that fails; one that only refuses the messages tried is whole."""
+    if not tokenizer.has_template:
+        return []
+    try:
+        tokenizer.render([{"role": "user", "content": PROMPT}])
+    except CheckpointError as error:
+        return [str(error)]
+    except UsageError as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            return [str(error)]
+    return []

@@ -44,44 +44,48 @@ class Recipe:
 
     bits: int | None = None
     group_size: int | None = None
-    mode: str = "affine"
+    mode: str | None = None  # affine, and what the source has in another mode may stay
     mixed: str | None = None  # one of RECIPES
     dtype: str | None = None  # of what is not quantized, and of scales
 
     def __post_init__(self) -> None:
         """UsageError for settings that MLX does not have or that contradict each other."""
-        if self.mode not in MODES:
+        if self._mode not in MODES:
             raise UsageError(f"The mode {self.mode!r} is not known; use one of {_list(MODES)}.")
         if self.mixed is not None and self.mixed not in RECIPES:
             raise UsageError(
                 f"The recipe {self.mixed!r} is not known; use one of {_list(RECIPES)}."
             )
-        if self.mixed and (self.mode != "affine" or self.bits is not None):
+        if self.mixed and (self._mode != "affine" or self.bits is not None):
             raise UsageError(
                 f"The recipe {self.mixed} chooses mode and bits; leave --mode and --bits out."
             )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"The dtype {self.dtype!r} is not known; use one of {_list(DTYPES)}.")
         allowed = {"bits": BITS, "group_size": GROUP_SIZES}
-        if self.mode != "affine":
-            group_size, bits = MODES[self.mode]
+        if self._mode != "affine":
+            group_size, bits = MODES[self._mode]
             allowed = {"bits": (bits,), "group_size": (group_size,)}
         for name, values in allowed.items():
             value = getattr(self, name)
             if value is not None and value not in values:
                 raise UsageError(
                     f"{name.replace('_', ' ').capitalize()} {value} does not exist in mode "
-                    f"{self.mode}; use {_list(values)}."
+                    f"{self._mode}; use {_list(values)}."
                 )
+
+    @property
+    def _mode(self) -> str:
+        return self.mode or "affine"
 
     @property
     def settings(self) -> Settings:
         """What modules have in common, with the defaults filled in."""
-        group_size, bits = MODES[self.mode]
+        group_size, bits = MODES[self._mode]
         return {
             "group_size": self.group_size or group_size,
             "bits": self.bits or bits,
-            "mode": self.mode,
+            "mode": self._mode,
         }
 
     @property
@@ -89,7 +93,7 @@ class Recipe:
         """A short name for folders: 4bit, mxfp4, mixed_3_6."""
         if self.mixed:
             return self.mixed
-        return f"{self.settings['bits']}bit" if self.mode == "affine" else self.mode
+        return f"{self.settings['bits']}bit" if self._mode == "affine" else self._mode
 
 
 class Rules:

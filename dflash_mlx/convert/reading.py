@@ -54,7 +54,8 @@ def for_mlx_lm(config: Mapping[str, Any]) -> dict[str, Any]:
     read = with_llama3_scaling(copy.deepcopy(dict(config)))
     read["model_type"] = name = mlx_lm_type(config)
     nested = read.get("text_config")
-    text = nested if isinstance(nested, dict) and nested else read
+    # Families of text alone read their keys at the top, whatever lies below it.
+    text = nested if isinstance(nested, dict) and "num_hidden_layers" in nested else read
     if name.startswith("gemma4"):
         _state(text, _GEMMA4_DEFAULTS)
         text.update(_global_heads(text))

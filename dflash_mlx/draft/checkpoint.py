@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel
 from dflash_mlx.draft.dflash2 import UNQUANTIZED, DFlash2Drafter, DFlash2Model
+from dflash_mlx.draft.keys import Config
 from dflash_mlx.draft.packagings import packaging_of
 from dflash_mlx.draft.vocabulary import pop_target_ids
 from dflash_mlx.errors import CheckpointError, MismatchError, UsageError
@@ -67,12 +68,28 @@ def check_drafter(
     _checked(folder, target, bits, group_size)
 
 
+def check_config(
+    stored: Config, target: Target, *, bits: int | None = None, group_size: int = 64
+) -> None:
+    """Raise what `open_drafter` would as far as config.json alone tells it."""
+    config = parse_config(stored)
+    check_fit(config, target)
+    if bits is not None:
+        config = replace(config, vocab_size=target.vocab_size)
+        _refuse_uneven((DFlash2Model if config.parts else DFlashModel)(config, []), group_size)
+
+
 def _checked(
     folder: Path, target: Target, bits: int | None, group_size: int
 ) -> tuple[DFlashModel, DFlashConfig, dict[str, mx.array], mx.array | None]:
     """Model with unset weights, config, the weights that are exactly the model's, target ids."""
     if bits not in (None, 4, 8):
         raise UsageError(f"Drafters cannot be quantized to {bits} bits; choose 4 or 8.")
+    if folder.is_file():
+        raise CheckpointError(
+            f"The drafter {folder} is a file, and drafters are folders of safetensors; give such a "
+            "folder or a hub repo."
+        )
     stored = read_config(folder)
     config = parse_config(stored)
     check_fit(config, target)
@@ -116,7 +133,7 @@ def check_fit(config: DFlashConfig, target: Target) -> None:
 def _mismatch(drafter: str, target: str) -> MismatchError:
     return MismatchError(
         f"The drafter {drafter}, the target {target}; use the drafter that was made for this "
-        "target, or --no-draft."
+        "target, or none."
     )
 
 

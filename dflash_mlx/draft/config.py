@@ -165,6 +165,8 @@ def parse_config(config: Mapping[str, Any]) -> DFlashConfig:
     head_dim = positive_int(config, "head_dim")
     if head_dim % 2:
         malformed("head_dim", head_dim, "an even number, which rotary positions need")
+    if heads * head_dim >= 2**31:
+        malformed("num_attention_heads", heads, f"below 2**31 / head_dim {head_dim}")
     stated = packaging.states_vocabulary
     vocabulary = (positive_int if stated else optional_int)(config, "vocab_size")
     sight = parse_sight(config, nested, layers)
@@ -197,7 +199,10 @@ def parse_config(config: Mapping[str, Any]) -> DFlashConfig:
 
 def _is_second(config: Config, nested: Config) -> bool:
     """Whether it is DFlash 2; CheckpointError for what is no DFlash drafter at all."""
-    names = [str(name) for name in config.get("architectures") or ()]
+    stated = config.get("architectures") or []
+    if not isinstance(stated, list):
+        malformed("architectures", stated, "a list of names")
+    names = [str(name) for name in stated]
     own_keys = ("target_layer_ids", "mask_token_id", "block_size")
     known = [name for name in (ARCHITECTURE, _ARCHITECTURE_2) if name in names]
     if not (known or nested or any(key in config for key in own_keys)):

@@ -13,6 +13,9 @@ from dflash_mlx.errors import CheckpointError
 
 Config = Mapping[str, Any]
 
+# Others are below 2**31, as MLX counts; these make layers or tables before weights are read.
+_MOST = {"num_hidden_layers": 10_000, "head_dim": 65_536}
+
 
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -49,6 +52,9 @@ def optional_int(config: Config, key: str) -> int | None:
 def whole(key: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         malformed(key, value, f"a whole number of at least {least}")
+    most = _MOST.get(key, 2**31 - 1)
+    if value > most:
+        malformed(key, value, f"a whole number of at most {most}")
     return value
 
 

@@ -12,6 +12,7 @@ from dflash_mlx.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
+_MOST_LAYERS = 10_000  # all of them are made before the weights are known to be there
 _MOST_SHOWN = 80  # characters of a broken value
 
 _ROPE_KEYS = frozenset(
@@ -143,6 +144,8 @@ def positive_int(config: Mapping[str, Any], key: str) -> int:
         malformed(key, value, "a whole number above zero")
     if value >= 2**31:
         malformed(key, value, "below 2**31")
+    if key == "num_hidden_layers" and value > _MOST_LAYERS:
+        malformed(key, value, f"at most {_MOST_LAYERS}")
     return value
 
 
