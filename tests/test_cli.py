@@ -243,8 +243,7 @@ def test_json_is_the_only_line(fake: Run) -> None:
     document = json.loads(out)
     assert document["text"] == "one «two»"
     assert document["reasoning"] == "let me think"
-    assert document["accepted"] == 5
-    assert document["accept_histogram"] == [1, 0, 1, 1]
+    assert (document["accepted"], document["accept_histogram"]) == (5, [1, 0, 1, 1])
     assert document["tokens_per_cycle"] == pytest.approx(8 / 3)
     assert {
         "text", "token_ids", "prompt_tokens", "prefill_seconds", "prefill_tps",

@@ -57,7 +57,7 @@ def test_text_equals_plain_decoding(
     target = write_target(tmp_path / "target", family)
     drafter = write_fitting(tmp_path / "drafter", variant, **changes)
     plain = load(str(target), draft=None, dtype="float32").generate(PROMPT, max_tokens=TOKENS)
-    engine = load(str(target), draft=str(drafter), dtype="float32")
+    engine = load(str(target), draft=str(drafter), dtype="float32", block_size=None)
     assert isinstance(engine.drafter, DFlash2Drafter) == variant.startswith("second")
     answer = engine.generate(PROMPT, max_tokens=TOKENS)
     assert len(answer.token_ids) == TOKENS
