@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,8 @@ for _variant in DFLASH2_VARIANTS.values():
 def drafter_config(variant: str = "full", **overrides: Any) -> dict[str, Any]:
     """config.json of a tiny drafter; its heads (4 x 16) are wider than its hidden size."""
     merged = {**_BASE, **(VARIANTS | DFLASH2_VARIANTS)[variant], **overrides}
-    return {key: value for key, value in merged.items() if value is not None}
+    # A copy to the bottom: a test that changes its config must not change the next one's.
+    return deepcopy({key: value for key, value in merged.items() if value is not None})
 
 
 def drafter_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
