@@ -192,7 +192,10 @@ def test_memory_is_constant_over_cycles(n: int) -> None:
             gc.collect()
             mx.clear_cache()
             measured.append((cache.nbytes, mx.get_active_memory()))
-    assert measured[0] == measured[1]
+    (held, active), (held_later, active_later) = measured
+    assert held == held_later
+    # Less is no fault: garbage of an earlier test may go in between.
+    assert active_later <= active
     held = 4 * (HV * DV * DK + (TAPS - 1) * CHANNELS) if n else 0
     assert cache.nbytes == held
     assert cache.length == 60 * n
