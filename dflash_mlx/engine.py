@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 # This one comes first: it has to act before MLX is imported.
@@ -70,8 +71,10 @@ class Engine:
         warnings: Sequence[str] = (),
         revisions: tuple[str | None, str | None] = (None, None),
         exact: bool = False,
+        path: Path | None = None,
     ) -> None:
         self.exact = exact
+        self.path = path  # of the target: a folder or a GGUF file
         self.revisions = revisions  # of target and drafter, as the hub names them
         self.target = target
         self.tokenizer = tokenizer
@@ -283,6 +286,9 @@ class Engine:
     ) -> Generator[Chunk, None, None]:
         """Chunks of an answer in a session of this engine; UsageError for unusable stops."""
         params = sampling or SamplingParams()
+        stops = checked_stops(stop)
+        if self.automatic and self.block_size > 1:
+            self.calibrate()  # here, or a first answer's clock would count the measuring
         stats = stats if stats is not None else self.new_stats()
         if idle := params.without_effect():
             stats.warn(
@@ -295,7 +301,7 @@ class Engine:
             prompt,
             params,
             max_tokens,
-            checked_stops(stop),
+            stops,
             stats,
             transcript if transcript is not None else Transcript(),
             self._conclude,
@@ -303,7 +309,7 @@ class Engine:
 
     def _conclude(self, session: Session, stats: GenerationStats) -> None:
         stats.kernels = kernels.status()
-        for sentence in kernels.rejections():
+        for sentence in (*self.warnings, *kernels.rejections()):
             stats.warn(sentence)
         self._compare_with_plain(session, stats)
 
@@ -346,7 +352,7 @@ def load(
     dtype: auto, bfloat16, float16 or float32 (see loader.resolve_dtype).
     revision: of the target's hub repo.
     block_size: rows a cycle verifies, at most as trained; None is as trained. "auto" verifies what
-    pays and decodes plainly where nothing does; the first use measures this machine for seconds.
+    pays and decodes plainly where nothing does; the first answer waits until that is measured.
     trace: gets a JSON line for each step of "auto".
     exact: greedy text equals plain decoding's on a GPU, too; see models.exact.
     Raises DFlashError with a sentence to show.
@@ -386,4 +392,5 @@ def load(
         warnings=chosen.warnings,
         revisions=(fetched.revision, chosen.revision),
         exact=exact,
+        path=fetched.path,
     )

@@ -21,8 +21,14 @@ from dflash_mlx.weights import is_mlx_format, read_config, read_weights
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+#: float types by the names that options and files give them
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 _GROUP_KEYS = {"group_size", "bits", "mode"}
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """As in DTYPES: "float32"."""
+    return str(dtype).removeprefix("mlx.core.")
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,19 @@ def resolve_dtype(name: str, *, metal: bool | None = None) -> Precision:
     metal = mx.metal.is_available() if metal is None else metal
     if name == "auto":
         return Precision(None, True) if metal else Precision(mx.float32, False)
-    if name not in _DTYPES:
-        raise UsageError(f"The dtype {name!r} is not known; use one of auto, {', '.join(_DTYPES)}.")
-    return Precision(_DTYPES[name], metal)
+    if name not in DTYPES:
+        raise UsageError(f"The dtype {name!r} is not known; use one of auto, {', '.join(DTYPES)}.")
+    return Precision(DTYPES[name], metal)
+
+
+def read_target_config(path: Path) -> dict[str, Any]:
+    """The config.json of a target's folder, or what it would be for a GGUF file."""
+    if path.suffix.lower() != ".gguf":
+        return read_config(path)
+    # Here, because the reader's package is slow to import and folders need none of it.
+    from dflash_mlx.gguf import open_gguf
+
+    return dict(open_gguf(path).config())
 
 
 def load_target(path: Path, dtype: str = "auto") -> Target:
@@ -97,7 +113,7 @@ def _load_folder(folder: Path, precision: Precision) -> Target:
     dtype = precision.dtype
     if dtype is None:
         scales = [a.dtype for name, a in weights.items() if name.endswith(".scales")]
-        own = [kind for kind in scales if kind in _DTYPES.values()]
+        own = [kind for kind in scales if kind in DTYPES.values()]
         dtype = own[0] if own else mx.bfloat16
     keep, keep_type = precision.keep_quantized, family_of(checkpoint.config).keep_type
     _fill(model, weights, groups, folder, dtype, keep_quantized=keep, keep_type=keep_type)

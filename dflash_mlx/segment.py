@@ -5,14 +5,16 @@ Projections and MLPs see one axis of ΣT rows; attention and recurrent layers lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import mlx.core as mx
 
 if TYPE_CHECKING:
     from dflash_mlx.cache.stack import CacheStack
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,20 @@ def by_segment(x: mx.array, segments: Sequence[Segment]) -> list[mx.array]:
 def rejoin(parts: Sequence[mx.array]) -> mx.array:
     """Undo `by_segment`: [1, T, ...] parts back to [1, ΣT, ...]."""
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=1)
+
+
+def packed(items: Sequence[Item], length: Callable[[Item], int], rows: int) -> Iterator[list[Item]]:
+    """Items in order, grouped for passes of at most `rows` rows together; a longer one goes alone.
+
+    length: rows of an item.
+    """
+    group: list[Item] = []
+    filled = 0
+    for item in items:
+        if group and filled + length(item) > rows:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += length(item)
+    if group:
+        yield group

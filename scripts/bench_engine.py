@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 # This one comes first: it loads the fast BLAS before anything imports MLX.
@@ -22,21 +21,16 @@ from dflash_mlx.engine import BLAS, Engine, load
 # isort: split
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.utils
 from bench_cycles import paired_cycles
 from bench_pairs import AA_LIMIT, BOUNDS, CLOCKS, Pairs, Run, deciding_clock, judge, steady, timed
 from mlx_lm.generate import generation_stream, stream_generate
-from mlx_lm.tokenizer_utils import (
-    BPEStreamingDetokenizer,
-    NaiveStreamingDetokenizer,
-    TokenizerWrapper,
-)
 
-from dflash_mlx import hub, machine, registry
+from dflash_mlx import machine
+from dflash_mlx.bench.rival import mlx_lm_model, mlx_lm_tokenizer
 from dflash_mlx.errors import DFlashError, UsageError
+from dflash_mlx.loader import read_target_config
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
-from dflash_mlx.weights import read_config
 
 NEAR_TIE = 1e-4  # logits closer than this may change places when sums run in another order
 _DAYS = "\n".join(f"Day {n}: {3 * n} apples and {2 * n + 1} pears sold." for n in range(1, 31))
@@ -48,34 +42,6 @@ PROMPTS = {
     "letter": "Write a friendly letter to a neighbour who fed our cat for two weeks.",
     "rain": "Explain in ten sentences how rain forms and why some clouds bring none.",
 }
-
-
-def mlx_lm_model(config: Mapping[str, Any], target: nn.Module) -> nn.Module:
-    """mlx-lm's own model of this config around the very weights of `target`."""
-    build, arguments = mlx_lm.utils._get_classes(dict(config))
-    model = build(arguments.from_dict(dict(config)))
-    model.update_modules(target.leaf_modules())
-    return model
-
-
-def mlx_lm_tokenizer(engine: Engine) -> TokenizerWrapper:
-    """The engine's tokenizer and end ids as mlx-lm wants them, with its own detokenizer."""
-    hf = engine.tokenizer._hf
-    decoder = json.loads(hf.backend_tokenizer.to_str())["decoder"] or {}
-    byte_level = decoder.get("type") == "ByteLevel"
-    kind = BPEStreamingDetokenizer if byte_level else NaiveStreamingDetokenizer
-    return TokenizerWrapper(hf, kind, eos_token_ids=set(engine.tokenizer.end_ids))
-
-
-def model_config(name: str) -> dict[str, Any]:
-    """The config of a model that `load` has put on disk."""
-    found = registry.load_registry().resolve(name)
-    path: Path = hub.fetch(found.target_spec, revision=found.target_revision, progress=False).path
-    if path.is_dir():
-        return read_config(path)
-    from dflash_mlx.gguf import open_gguf
-
-    return open_gguf(path).config()
 
 
 def first_difference(
@@ -327,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     try:
         engine = load(given.model, block_size=None)
-        reference = mlx_lm_model(model_config(given.model), engine.target)
+        reference = mlx_lm_model(read_target_config(engine.path), engine.target)
         bench = Bench(engine, reference, given.max_tokens)
         chosen = dict(list(PROMPTS.items())[: given.prompts])
         measure(bench, chosen, given.repeats, told=not given.json)

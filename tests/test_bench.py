@@ -19,7 +19,7 @@ from dflash_mlx.bench.measure import Pair, Run
 from dflash_mlx.bench.rival import MlxLm
 from dflash_mlx.bench.suites import SUITES, Question, read_prompts, samples
 from dflash_mlx.decode.stats import GenerationStats
-from dflash_mlx.errors import SourceError, UsageError
+from dflash_mlx.errors import UsageError
 
 TEXT = list(range(9))
 
@@ -113,7 +113,7 @@ def test_samples_come_with_every_suite() -> None:
         assert len(found) == 16
         assert len({q.name for q in found}) == 16
     assert len(samples("mbpp", 3)) == 3
-    assert samples("gsm8k", 1)[0].text.endswith("within \\boxed{}.")
+    assert samples("gsm8k", 1)[0].prompt.endswith("within \\boxed{}.")
     with pytest.raises(UsageError, match="no suite 'gsm9k'"):
         samples("gsm9k", 1)
 
@@ -121,20 +121,32 @@ def test_samples_come_with_every_suite() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 is no JSON"),
         ('{"prompt": "a"}\n\n{"text": "b"}', "line 3 has no prompt"),
-        ('["a"]', "line 1 has no prompt"),
-        ('{"turns": []}', "line 1 has no prompt"),
+        ('["a"]', "line 1 is no JSON object"),
+        ('{"turns": []}', "line 1 has turns that is \\[\\]"),
         ("", "has no prompts"),
     ],
 )
 def test_prompt_files_are_read_strictly(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text(text)
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(UsageError, match=message):
         read_prompts(file, 9)
-    with pytest.raises(SourceError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         read_prompts(tmp_path / "none", 9)
+
+
+def test_prompt_files_are_those_of_training(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    talk = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\u2028b"},  # no end of a line within JSON
+        {"role": "assistant", "content": "c"},
+    ]
+    rows = [{"id": "t", "turns": ["b", "c"]}, {"id": "m", "messages": talk}]
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    assert read_prompts(file, 9) == [Question("t", "b"), Question("m", tuple(talk[:2]))]
 
 
 @pytest.fixture

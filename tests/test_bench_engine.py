@@ -286,7 +286,7 @@ def test_the_forwards_beside_a_cycle_are_the_same_ones(engine, monkeypatch):
 def test_a_missed_bound_is_exit_code_1_unless_nobody_judges(monkeypatch, capsys, measured):
     bench, found = measured
     monkeypatch.setattr(bench_engine, "load", lambda name, **options: bench.engine)
-    monkeypatch.setattr(bench_engine, "model_config", lambda name: CONFIG)
+    monkeypatch.setattr(bench_engine, "read_target_config", lambda path: CONFIG)
     monkeypatch.setattr(bench_engine, "Bench", lambda *a: bench)
     monkeypatch.setattr(bench_engine, "measure", lambda *a, **k: None)
     for passed, flags, code in ((True, [], 0), (False, [], 1), (False, ["--no-judge"], 0)):

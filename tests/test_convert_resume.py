@@ -161,7 +161,7 @@ def test_memory_stays_below_one_and_a_half_shards(tmp_path: Path) -> None:
         vocab_size=VOCAB,
         hidden_size=1024,
         intermediate_size=544,
-        num_hidden_layers=16,
+        num_hidden_layers=32,
         num_attention_heads=16,
         num_key_value_heads=2,
     )
@@ -176,7 +176,7 @@ def test_memory_stays_below_one_and_a_half_shards(tmp_path: Path) -> None:
 
 
 def write_large(folder: Path, config: dict[str, Any]) -> tuple[Path, int]:
-    """Four shards of four layers each, every layer with the same numbers; the largest's size."""
+    """Eight shards of four layers each, every layer with the same numbers; the largest's size."""
     one = tiny_weights({**config, "num_hidden_layers": 1})
     layer = {n: mx.array(a).astype(mx.bfloat16) for n, a in one.items() if "layers.0." in n}
     rest = {n: mx.array(a).astype(mx.bfloat16) for n, a in one.items() if "layers.0." not in n}
@@ -184,11 +184,11 @@ def write_large(folder: Path, config: dict[str, Any]) -> tuple[Path, int]:
     (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text(json.dumps(config))
     sizes, index = [], {}
-    for shard in range(4):
+    for shard in range(8):
         part = dict(rest) if shard == 0 else {}
         for number in range(4 * shard, 4 * shard + 4):
             part |= {n.replace("layers.0.", f"layers.{number}."): a for n, a in layer.items()}
-        file = folder / f"model-{shard + 1}-of-4.safetensors"
+        file = folder / f"model-{shard + 1}-of-8.safetensors"
         mx.save_safetensors(str(file), part)
         sizes.append(file.stat().st_size)
         index.update(dict.fromkeys(part, file.name))

@@ -94,7 +94,7 @@ class Played:
         while len(self.steps) < goal or self.policy.tokens < tokens:
             choice = self.policy.choose(costs, 99)
             accepted = accepts(choice.drafts)
-            self.policy.record(choice, choice.drafts, accepted, accepted + 1)
+            self.policy.record(choice, accepted, accepted + 1)
             self.clock += costs[choice.drafts]
             self.steps.append((choice.drafts, costs[choice.drafts], self.policy.tokens))
         return self
@@ -183,7 +183,7 @@ def test_a_refused_cycle_is_never_run_beyond_the_credit() -> None:
     for step in range(2000):
         choice = policy.choose(costs, 15)
         assert choice.cost - 1 <= policy.credit
-        policy.record(choice, choice.drafts, 0, 1)
+        policy.record(choice, 0, 1)
         assert policy.credit >= -1e-9, step
 
 
@@ -216,7 +216,7 @@ def test_old_counts_fade() -> None:
 
 def test_the_limit_and_a_short_cost_table_bound_the_block() -> None:
     policy = Policy(15)
-    policy.record(Choice(15, 1.0, "look"), 15, 15, 16)
+    policy.record(Choice(15, 1.0, "look"), 15, 16)
     assert policy.choose(rising(16, 0.1, 0.01), 3).drafts == 3
     assert policy.choose(rising(6, 0.1, 0.01), 15).drafts == 5
     assert policy.choose(rising(16, 0.1, 0.01), 0) == Choice(0, 1.0, "plain")

@@ -181,24 +181,21 @@ def test_commit_evaluates_nothing(n: int) -> None:
 def test_memory_is_constant_over_cycles(n: int) -> None:
     rows, cache = Rows(16), RecurrentCache(TAPS)
     measured = []
-    for cycle in range(1, 61):
+    for cycle in range(1, 501):
         window = cache.window(mx.array(rows.inputs))
         out = cache.advance(DeltaRows(*(mx.array(part) for part in rows.parts)))
         mx.eval(out, window)
         del out, window
         cache.commit(n)
-        if cycle in (10, 60):
+        if cycle in (50, 500):
             mx.eval(cache.arrays())
             gc.collect()
             mx.clear_cache()
             measured.append((cache.nbytes, mx.get_active_memory()))
-    (held, active), (held_later, active_later) = measured
-    assert held == held_later
-    # Less is no fault: garbage of an earlier test may go in between.
-    assert active_later <= active
+    assert measured[0] == measured[1]
     held = 4 * (HV * DV * DK + (TAPS - 1) * CHANNELS) if n else 0
     assert cache.nbytes == held
-    assert cache.length == 60 * n
+    assert cache.length == 500 * n
 
 
 def test_committed_rows_of_a_long_prefill_are_freed() -> None:

@@ -47,11 +47,11 @@ def test_rows_predict_the_tokens_at_their_own_positions(target, seen):
     head = HeadSubset(target, range(target.vocab_size))
     made = build_pass([Work(TEXT, np.array([3, 6]))], [seen], head, position_weights(4, 4.0))
     assert made.anchors.tolist() == [8, 11]
-    assert made.tokens[0].tolist() == [9, 10, 11]
+    assert head.ids[made.labels.hard[0].tolist()].tolist() == [9, 10, 11]
     assert made.previous[0].tolist() == [8, 9, 10]
     # The block at 6 has one row inside the text.
     assert made.counted.tolist() == [[True, True, True], [True, False, False]]
-    assert made.tokens[1, 0].item() == 12
+    assert head.ids[made.labels.hard[1, 0].item()] == 12
     expected = np.exp(-np.arange(3) / 4)
     assert np.allclose(made.labels.weights[0], expected)
     assert made.labels.weights[1].tolist() == pytest.approx([1, 0, 0])

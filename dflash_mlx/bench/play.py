@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from dflash_mlx.bench.measure import Pair, Run, first_difference
-from dflash_mlx.bench.rival import MlxLm
 from dflash_mlx.bench.suites import Question
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
 from dflash_mlx.segment import Segment
+
+if TYPE_CHECKING:  # mlx-lm's generation is slow to import, and few runs compare with it
+    from dflash_mlx.bench.rival import MlxLm
 
 WARM_UP_TOKENS = 8
 
@@ -48,7 +51,7 @@ def check(engine: Engine, questions: Sequence[Question], settings: Settings) -> 
             "compare. Name a drafter with --draft."
         )
     for question in questions:
-        prompt = engine.prompt(question.text, None, None)
+        prompt = engine.prompt(question.prompt, None, None)
         if engine.limit(prompt, settings.max_tokens) < settings.max_tokens:
             raise UsageError(
                 f"{question.name} has {len(prompt.ids)} tokens and --max-tokens "
@@ -67,9 +70,9 @@ def play(
     """A pair a prompt and repeat, after a warm-up of all sides."""
     plain = plain_side(engine)
     for side in (plain, engine):
-        side.generate(questions[0].text, max_tokens=WARM_UP_TOKENS)
+        side.generate(questions[0].prompt, max_tokens=WARM_UP_TOKENS)
     if rival is not None:
-        rival.run(engine.prompt(questions[0].text, None, None).ids, WARM_UP_TOKENS, 0.0, 0)
+        rival.run(engine.prompt(questions[0].prompt, None, None).ids, WARM_UP_TOKENS, 0.0, 0)
     for repeat in range(settings.repeats):
         for question in questions:
             runs = []
@@ -80,7 +83,7 @@ def play(
             pair = _pair(engine, question, runs, settings.temperature == 0)
             if rival is not None:
                 rest(settings.cool_down)
-                ids = engine.prompt(question.text, None, None).ids
+                ids = engine.prompt(question.prompt, None, None).ids
                 other = rival.run(
                     ids, settings.max_tokens, settings.temperature, settings.seed + repeat
                 )
@@ -92,7 +95,7 @@ def _run(engine: Engine, question: Question, settings: Settings, repeat: int) ->
     sampling = SamplingParams()
     if settings.temperature:
         sampling = SamplingParams(settings.temperature, seed=settings.seed + repeat)
-    done = engine.generate(question.text, max_tokens=settings.max_tokens, sampling=sampling)
+    done = engine.generate(question.prompt, max_tokens=settings.max_tokens, sampling=sampling)
     return Run(done.token_ids, done.stats.to_json())
 
 
@@ -101,7 +104,7 @@ def _pair(engine: Engine, question: Question, runs: Sequence[Run], greedy: bool)
     place = first_difference(plain.tokens, dflash.tokens) if greedy else None
     if place is None or place >= min(len(plain.tokens), len(dflash.tokens)):
         return Pair(plain, dflash, again, greedy, place)
-    ids = engine.prompt(question.text, None, None).ids + plain.tokens[:place]
+    ids = engine.prompt(question.prompt, None, None).ids + plain.tokens[:place]
     gap = _logit_gap(engine, ids, plain.tokens[place], dflash.tokens[place])
     return Pair(plain, dflash, again, greedy, place, gap)
 

@@ -5,65 +5,61 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.utils
+from mlx_lm.generate import generation_stream, stream_generate
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    NaiveStreamingDetokenizer,
+    TokenizerWrapper,
+)
 
-from dflash_mlx import hub, registry
 from dflash_mlx.bench.measure import Run
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
-from dflash_mlx.weights import read_config
 
 
-def config_of(name: str, revision: str | None = None) -> dict[str, Any]:
-    """The config of a model that is on disk already."""
-    found = registry.load_registry().resolve(name)
-    wanted = revision or found.target_revision
-    path: Path = hub.fetch(found.target_spec, revision=wanted, progress=False).path
-    if path.is_dir():
-        return read_config(path)
-    from dflash_mlx.gguf import open_gguf
+def mlx_lm_model(config: Mapping[str, Any], target: nn.Module) -> nn.Module:
+    """mlx-lm's own model of this config around the very weights of `target`.
 
-    return open_gguf(path).config()
+    UsageError when it has none, or one that such weights do not fit.
+    """
+    try:
+        build, arguments = mlx_lm.utils._get_classes(dict(config))
+        model = build(arguments.from_dict(dict(config)))
+        model.update_modules(target.leaf_modules())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"mlx-lm cannot run these weights as they lie here ({error}). Leave --against out."
+        ) from None
+    return model
+
+
+def mlx_lm_tokenizer(engine: Engine) -> TokenizerWrapper:
+    """The engine's tokenizer and end ids as mlx-lm wants them, with its own detokenizer."""
+    hf = engine.tokenizer._hf
+    decoder = json.loads(hf.backend_tokenizer.to_str())["decoder"] or {}
+    byte_level = decoder.get("type") == "ByteLevel"
+    kind = BPEStreamingDetokenizer if byte_level else NaiveStreamingDetokenizer
+    return TokenizerWrapper(hf, kind, eos_token_ids=set(engine.tokenizer.end_ids))
 
 
 class MlxLm:
     """mlx-lm's own model of a config, holding the weights of the engine's target."""
 
     def __init__(self, engine: Engine, config: Mapping[str, Any]) -> None:
-        import mlx_lm.utils
-        from mlx_lm.tokenizer_utils import (
-            BPEStreamingDetokenizer,
-            NaiveStreamingDetokenizer,
-            TokenizerWrapper,
-        )
-
         assert isinstance(engine.target, nn.Module)
         if engine.exact:
             raise UsageError("--against mlx-lm compares ordinary operations. Leave --exact out.")
-        try:
-            build, arguments = mlx_lm.utils._get_classes(dict(config))
-            self._model = build(arguments.from_dict(dict(config)))
-            self._model.update_modules(engine.target.leaf_modules())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UsageError(
-                f"mlx-lm cannot run the weights of {engine.model} as they lie here ({error}). "
-                "Leave --against out."
-            ) from None
-        hf = engine.tokenizer._hf
-        decoder = json.loads(hf.backend_tokenizer.to_str())["decoder"] or {}
-        byte_level = decoder.get("type") == "ByteLevel"
-        kind = BPEStreamingDetokenizer if byte_level else NaiveStreamingDetokenizer
-        self._tokenizer = TokenizerWrapper(hf, kind, eos_token_ids=set(engine.tokenizer.end_ids))
+        self._model = mlx_lm_model(config, engine.target)
+        self._tokenizer = mlx_lm_tokenizer(engine)
 
     def run(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Run:
         """One generation; rates cover the tokens behind the first one, as everywhere here."""
-        from mlx_lm.generate import generation_stream, stream_generate
-        from mlx_lm.sample_utils import make_sampler
-
         mx.random.seed(seed)
         tokens, moments = [], [time.perf_counter()]
         for response in stream_generate(

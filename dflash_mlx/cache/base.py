@@ -12,22 +12,26 @@ class LayerCache(ABC):
 
     A forward writes `pending` rows behind the `length` committed ones; they are visible to that
     forward only. `commit(n)` keeps the first n of them and drops the rest. Every cache must roll
-    back exactly for every n in 0..pending.
+    back exactly for every n in 0..pending. Where rows lie by position, counting is all it takes.
     """
 
     length: int = 0
     pending: int = 0
 
-    @abstractmethod
     def commit(self, n: int) -> None:
         """Keep the first `n` pending rows (0 <= n <= pending), drop the others."""
+        self._check_commit(n)
+        self.length += n
+        self.pending = 0
 
-    @abstractmethod
     def rewind(self, length: int) -> bool:
         """Shorten the committed part to `length` rows; False when this cache cannot go back so far.
 
         A False leaves the cache as it was: the caller starts the sequence afresh.
         """
+        self.length = min(self.length, length)
+        self.pending = 0
+        return True
 
     @abstractmethod
     def arrays(self) -> list[mx.array]:

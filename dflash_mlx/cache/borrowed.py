@@ -33,15 +33,5 @@ class BorrowedCache(LayerCache):
         """Count what the lender's last write brought."""
         self.pending = self.lender.pending
 
-    def commit(self, n: int) -> None:
-        self._check_commit(n)
-        self.length += n
-        self.pending = 0
-
-    def rewind(self, length: int) -> bool:
-        self.length = min(self.length, length)
-        self.pending = 0
-        return True
-
     def arrays(self) -> list[mx.array]:
         return []

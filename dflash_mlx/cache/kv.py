@@ -38,16 +38,6 @@ class KVCache(LayerCache):
         end = self.length + self.pending
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def commit(self, n: int) -> None:
-        self._check_commit(n)
-        self.length += n
-        self.pending = 0
-
-    def rewind(self, length: int) -> bool:
-        self.length = min(self.length, length)
-        self.pending = 0
-        return True
-
     def arrays(self) -> list[mx.array]:
         return [a for a in (self.keys, self.values) if a is not None]
 

@@ -91,16 +91,6 @@ class PooledCache(LayerCache):
         place = slice(self.place, self.place + 1)
         return pool.keys[place, :, rows], pool.values[place, :, rows]
 
-    def commit(self, n: int) -> None:
-        self._check_commit(n)
-        self.length += n
-        self.pending = 0
-
-    def rewind(self, length: int) -> bool:
-        self.length = min(self.length, length)
-        self.pending = 0
-        return True
-
     def arrays(self) -> list[mx.array]:
         return [a for a in (self.pool.keys, self.pool.values) if a is not None]
 

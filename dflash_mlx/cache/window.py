@@ -42,11 +42,6 @@ class WindowCache(LayerContext, LayerCache):
         rows = slice(end - self.visible, end + self.pending)
         return self.keys[:, :, rows], self.values[:, :, rows]
 
-    def commit(self, n: int) -> None:
-        self._check_commit(n)
-        self.length += n
-        self.pending = 0
-
     def rewind(self, length: int) -> bool:
         if not super().rewind(length):
             return False

@@ -13,10 +13,9 @@ import typer
 from typer.main import get_command
 
 from dflash_mlx import __version__
-from dflash_mlx.cli import bench, calibrate, chat, convert, doctor, models, plan, train
+from dflash_mlx.cli import bench, calibrate, chat, console, convert, doctor, models, plan, train
 from dflash_mlx.errors import DFlashError
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PIPE_CLOSED = 1  # what Typer exits with when it meets a closed pipe first
 
 app = typer.Typer(
@@ -99,7 +98,7 @@ def _run(arguments: list[str]) -> int:
         return _refuse(_with_hint(error))
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
-        return INTERRUPTED
+        return console.INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has gone; the flush at exit must not complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,6 +13,7 @@ import typer
 
 from dflash_mlx.cli import console
 from dflash_mlx.cli.chat import DTYPES, Dtype, Model, parse_block_size
+from dflash_mlx.cli.console import option
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,43 +22,35 @@ if TYPE_CHECKING:
     from dflash_mlx.bench.suites import Question
     from dflash_mlx.engine import Engine
 
-INTERRUPTED = 130
-
-
-def _option(text: str, name: str, metavar: str | None = None) -> Any:
-    return typer.Option(name, help=text, metavar=metavar, show_default=metavar is None)
-
 
 def bench(
     model: Model = "SmolLM2-135M",
-    suite: Annotated[str, _option("Suites, with commas between.", "--suite")] = "gsm8k",
+    suite: Annotated[str, option("Suites, with commas between.", "--suite")] = "gsm8k",
     prompts: Annotated[
-        Path | None, _option("Prompts of a JSON Lines file.", "--prompts", "FILE")
+        Path | None, option("Prompts of a JSON Lines file.", "--prompts", metavar="FILE")
     ] = None,
-    samples: Annotated[int, _option("Prompts of each suite.", "--samples")] = 16,
-    max_tokens: Annotated[int, _option("Most tokens of an answer.", "--max-tokens")] = 128,
-    temp: Annotated[float, _option("Temperature.", "--temp")] = 0.0,
-    repeats: Annotated[int, _option("Rounds over the prompts.", "--repeats")] = 1,
-    cool_down: Annotated[float, _option("Seconds of rest before a run.", "--cool-down")] = 0.0,
+    samples: Annotated[int, option("Prompts of each suite.", "--samples")] = 16,
+    max_tokens: Annotated[int, option("Most tokens of an answer.", "--max-tokens")] = 128,
+    temp: Annotated[float, option("Temperature.", "--temp")] = 0.0,
+    repeats: Annotated[int, option("Rounds over the prompts.", "--repeats")] = 1,
+    cool_down: Annotated[float, option("Seconds of rest before a run.", "--cool-down")] = 0.0,
     no_prefill: Annotated[
-        bool, typer.Option("--no-prefill", help="The headline leaves prefill out, and says so.")
+        bool, option("The headline leaves prefill out, and says so.", "--no-prefill")
     ] = False,
     draft: Annotated[
-        str | None, _option("Draft with this drafter.", "--draft", "REPO_OR_FOLDER")
+        str | None, option("Draft with this drafter.", "--draft", metavar="REPO_OR_FOLDER")
     ] = None,
-    block_size: Annotated[str, _option("As of `chat`.", "--block-size")] = "auto",
+    block_size: Annotated[str, option("As of `chat`.", "--block-size")] = "auto",
     against: Annotated[
-        str | None, _option("Another program on the same weights.", "--against", "mlx-lm")
+        str | None, option("Another program on the same weights.", "--against", metavar="mlx-lm")
     ] = None,
     dtype: Dtype = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on the last line.")
-    ] = False,
+    as_json: Annotated[bool, option("Print one JSON document on the last line.", "--json")] = False,
     markdown: Annotated[
-        Path | None, _option("Write the report to this file.", "--markdown", "FILE")
+        Path | None, option("Write the report to this file.", "--markdown", metavar="FILE")
     ] = None,
     html: Annotated[
-        Path | None, _option("Write a page with plots to this file.", "--html", "FILE")
+        Path | None, option("Write a page with plots to this file.", "--html", metavar="FILE")
     ] = None,
 ) -> None:
     """Measure plain decoding against DFlash, prompt by prompt on one loaded model."""
@@ -86,9 +79,11 @@ def bench(
         play.check(engine, questions, settings)
     rival = None
     if against is not None:
-        from dflash_mlx.bench.rival import MlxLm, config_of
+        from dflash_mlx.bench.rival import MlxLm
+        from dflash_mlx.loader import read_target_config
 
-        rival = MlxLm(engine, config_of(model))
+        assert engine.path is not None
+        rival = MlxLm(engine, read_target_config(engine.path))
     pairs, partial = _play(wanted, settings, lambda some: play.play(engine, some, settings, rival))
     head = _head(engine, settings, samples)
     found = _report(head, pairs, engine, partial)
@@ -104,7 +99,7 @@ def bench(
     if as_json:
         print(json.dumps(found))
     if partial:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(console.INTERRUPTED)
 
 
 def _check(
@@ -152,8 +147,9 @@ def _report(
     head: dict[str, Any], pairs: dict[str, list[Pair]], engine: Engine, partial: bool
 ) -> dict[str, Any]:
     from dflash_mlx.bench import measure, report
+    from dflash_mlx.loader import dtype_name
 
-    dtype = str(engine.target.dtype).removeprefix("mlx.core.")
+    dtype = dtype_name(engine.target.dtype)
     suites = {name: measure.summarise(found, dtype) for name, found in pairs.items()}
     every = [p for found in pairs.values() for p in found]
     summary = measure.summarise(every, dtype)
@@ -164,6 +160,7 @@ def _head(engine: Engine, settings: Settings, samples: int) -> dict[str, Any]:
     import platform
 
     from dflash_mlx import machine
+    from dflash_mlx.loader import dtype_name
 
     stats = engine.new_stats()
     policy = f"auto, blocks of {engine.block_size} at most" if engine.automatic else "fixed"
@@ -183,7 +180,7 @@ def _head(engine: Engine, settings: Settings, samples: int) -> dict[str, Any]:
             "samples": samples,
             "block_policy": policy,
             "block_size": engine.block_size,
-            "dtype": str(engine.target.dtype).removeprefix("mlx.core."),
+            "dtype": dtype_name(engine.target.dtype),
             "model_revision": engine.revisions[0],
             "drafter_revision": engine.revisions[1],
         },

@@ -17,15 +17,13 @@ def calibrate(
     model: Model,
     draft: Annotated[
         str | None,
-        typer.Option("--draft", metavar="REPO_OR_FOLDER", help="The drafter.", show_default=False),
+        console.option("The drafter.", "--draft", metavar="REPO_OR_FOLDER"),
     ] = None,
     dtype: Dtype = "auto",
     seconds: Annotated[
         float, typer.Option("--seconds", help="About how long; longer reaches longer contexts.")
     ] = 20.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.", show_default=False)
-    ] = False,
+    as_json: Annotated[bool, console.option("Print one JSON document.", "--json")] = False,
 ) -> None:
     """Measure the cost of drafting and verifying here, and keep it."""
     if not 0 < seconds < float("inf"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dflash_mlx.cli import console
+from dflash_mlx.cli.console import option
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,11 +44,6 @@ class Answering:
         return {**self.for_turn(), "system": self.system, "thinking": self.thinking}
 
 
-def _option(text: str, *names: str, metavar: str | None = None) -> Any:
-    """An option whose default says nothing worth showing."""
-    return typer.Option(*names, help=text, metavar=metavar, show_default=False)
-
-
 _MODEL = "A name of `dflash-mlx models`, a hub id, a folder or a GGUF file."
 _PROMPT = "What to answer; - reads standard input. Without it a session starts."
 _DRAFT = "Draft with this drafter instead of the model's own."
@@ -56,46 +52,42 @@ _TRACE = "Write the choices of --block-size auto to this file, one line a step."
 
 Model = Annotated[str, typer.Argument(help=_MODEL)]
 Prompt = Annotated[str | None, typer.Argument(help=_PROMPT, show_default=False)]
-Draft = Annotated[str | None, _option(_DRAFT, "--draft", metavar="REPO_OR_FOLDER")]
-NoDraft = Annotated[bool, _option("Decode plainly, without drafts.", "--no-draft")]
-Exact = Annotated[bool, _option("Text equal to plain decoding's on a GPU, too.", "--exact")]
-DraftBits = Annotated[int | None, _option("Quantize the drafter.", "--draft-bits", metavar="4|8")]
+Draft = Annotated[str | None, option(_DRAFT, "--draft", metavar="REPO_OR_FOLDER")]
+NoDraft = Annotated[bool, option("Decode plainly, without drafts.", "--no-draft")]
+Exact = Annotated[bool, option("Text equal to plain decoding's on a GPU, too.", "--exact")]
+DraftBits = Annotated[int | None, option("Quantize the drafter.", "--draft-bits", metavar="4|8")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")]
-Temp = Annotated[float | None, _option("Temperature; 0 (the default) is greedy.", "--temp")]
+Temp = Annotated[float | None, option("Temperature; 0 (the default) is greedy.", "--temp")]
 TopP = Annotated[
-    float | None, _option("Keep the likeliest tokens up to this probability.", "--top-p")
+    float | None, option("Keep the likeliest tokens up to this probability.", "--top-p")
 ]
-TopK = Annotated[
-    int | None, _option("Keep this many of the likeliest tokens; 0 is off.", "--top-k")
-]
+TopK = Annotated[int | None, option("Keep this many of the likeliest tokens; 0 is off.", "--top-k")]
 MinP = Annotated[
-    float | None, _option("Keep tokens this likely relative to the likeliest.", "--min-p")
+    float | None, option("Keep tokens this likely relative to the likeliest.", "--min-p")
 ]
-Penalty = Annotated[
-    float | None, _option("Above 1 discourages repetition.", "--repetition-penalty")
-]
-Seed = Annotated[int | None, _option("Makes sampling repeatable.", "--seed")]
-System = Annotated[str | None, _option("System message.", "--system")]
+Penalty = Annotated[float | None, option("Above 1 discourages repetition.", "--repetition-penalty")]
+Seed = Annotated[int | None, option("Makes sampling repeatable.", "--seed")]
+System = Annotated[str | None, option("System message.", "--system")]
 Thinking = Annotated[
-    bool | None, _option("Reason before the answer, or not.", "--thinking/--no-thinking")
+    bool | None, option("Reason before the answer, or not.", "--thinking/--no-thinking")
 ]
 Reasoning = Annotated[
     str | None,
-    _option("Reasoning level, for models that have levels.", "--reasoning", metavar="LEVEL"),
+    option("Reasoning level, for models that have levels.", "--reasoning", metavar="LEVEL"),
 ]
 BlockSize = Annotated[str, typer.Option("--block-size", metavar="auto|N", help=_BLOCK)]
-TraceFile = Annotated[Path | None, _option(_TRACE, "--trace", metavar="FILE")]
+TraceFile = Annotated[Path | None, option(_TRACE, "--trace", metavar="FILE")]
 Dtype = Annotated[
     str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Number type of the weights.")
 ]
 Stop = Annotated[
-    list[str] | None, _option("End the answer before this; repeatable.", "--stop", metavar="STRING")
+    list[str] | None, option("End the answer before this; repeatable.", "--stop", metavar="STRING")
 ]
 Revision = Annotated[
-    str | None, _option("Commit, tag or branch of the model's hub repo.", "--revision")
+    str | None, option("Commit, tag or branch of the model's hub repo.", "--revision")
 ]
-Stats = Annotated[bool | None, _option("Show the statistics, or never.", "--stats/--no-stats")]
-Json = Annotated[bool, _option("Print one JSON document instead of streamed text.", "--json")]
+Stats = Annotated[bool | None, option("Show the statistics, or never.", "--stats/--no-stats")]
+Json = Annotated[bool, option("Print one JSON document instead of streamed text.", "--json")]
 
 
 def chat(

@@ -9,14 +9,22 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
+
 if TYPE_CHECKING:
     from dflash_mlx.engine import Chunk
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 # A model must not be able to steer the terminal: control characters other than tab and newline.
 _CONTROLS = dict.fromkeys(
     [*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}"
 )
+
+
+def option(text: str, *names: str, metavar: str | None = None) -> Any:
+    """A command's option; a default that is not None is shown behind the text."""
+    return typer.Option(*names, help=text, metavar=metavar)
 
 
 class AnswerWriter:

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_mlx.cli import console
+from dflash_mlx.cli.console import option
 
 if TYPE_CHECKING:
     from dflash_mlx.convert import Report
@@ -22,45 +23,44 @@ _DRAFTER = "Put this drafter beside the target; a name of `models` brings its ow
 _DRAFT_BITS = "Hold the drafter in so many bits when it is loaded; on disk it is bfloat16."
 
 
-def _option(text: str, name: str, metavar: str | None = None) -> Any:
-    return typer.Option(name, help=text, metavar=metavar, show_default=False)
-
-
 Source = Annotated[str, typer.Argument(metavar="SRC", help=_SOURCE)]
 Destination = Annotated[
     Path | None, typer.Argument(metavar="DST", help=_DESTINATION, show_default=False)
 ]
-Bits = Annotated[int | None, _option("Bits of a weight; 4 without it.", "--bits", "2|3|4|5|6|8")]
+Bits = Annotated[
+    int | None, option("Bits of a weight; 4 without it.", "--bits", metavar="2|3|4|5|6|8")
+]
 GroupSize = Annotated[
-    int | None, _option("Weights that share a scale; 64 without it.", "--group-size", "32|64|128")
+    int | None,
+    option("Weights that share a scale; 64 without it.", "--group-size", metavar="32|64|128"),
 ]
 Mode = Annotated[
     str | None,
-    _option("The number format; affine without it.", "--mode", "affine|mxfp4|mxfp8|nvfp4"),
+    option("The number format; affine without it.", "--mode", metavar="affine|mxfp4|mxfp8|nvfp4"),
 ]
 Mixed = Annotated[
     str | None,
-    _option(
+    option(
         "Two numbers of bits, more where it matters, as mlx-lm mixes them.",
         "--recipe",
-        "mixed_2_6|3_4|3_6|4_6",
+        metavar="mixed_2_6|3_4|3_6|4_6",
     ),
 ]
-DrafterName = Annotated[str | None, _option(_DRAFTER, "--drafter", "REPO_OR_FOLDER")]
-DraftBits = Annotated[int | None, _option(_DRAFT_BITS, "--draft-bits", "4|8")]
+DrafterName = Annotated[str | None, option(_DRAFTER, "--drafter", metavar="REPO_OR_FOLDER")]
+DraftBits = Annotated[int | None, option(_DRAFT_BITS, "--draft-bits", metavar="4|8")]
 Dtype = Annotated[
     str | None,
-    _option(
+    option(
         "Float type of what is not quantized; the checkpoint's own without it.",
         "--dtype",
-        "bfloat16|float16|float32",
+        metavar="bfloat16|float16|float32",
     ),
 ]
 Revision = Annotated[
-    str | None, _option("Commit, tag or branch of the model's hub repo.", "--revision")
+    str | None, option("Commit, tag or branch of the model's hub repo.", "--revision")
 ]
-DryRun = Annotated[bool, _option("Check and count everything, write nothing.", "--dry-run")]
-Json = Annotated[bool, _option("Print one JSON document.", "--json")]
+DryRun = Annotated[bool, option("Check and count everything, write nothing.", "--dry-run")]
+Json = Annotated[bool, option("Print one JSON document.", "--json")]
 
 
 def convert(

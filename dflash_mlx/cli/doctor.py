@@ -20,9 +20,7 @@ SMALL_DISK = 2e9
 
 
 def doctor(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.", show_default=False)
-    ] = False,
+    as_json: Annotated[bool, console.option("Print one JSON document.", "--json")] = False,
 ) -> None:
     """Tell whether this machine can run; exits with 1 when it cannot."""
     report = examine()

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 def models(
     name: Annotated[str | None, typer.Argument(help="Only pairs with this in their names.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.", show_default=False)
-    ] = False,
+    as_json: Annotated[bool, console.option("Print one JSON document.", "--json")] = False,
 ) -> None:
     """List the known models and their drafters."""
     from dflash_mlx.registry import load_registry, suggest

@@ -37,9 +37,7 @@ def plan(
     drafter: Annotated[
         bool, typer.Option("--draft/--no-draft", help="Count the drafter, or not.")
     ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document.", show_default=False)
-    ] = False,
+    as_json: Annotated[bool, console.option("Print one JSON document.", "--json")] = False,
 ) -> None:
     """Show how much memory a model needs. Exits with 1 when it does not fit."""
     from dflash_mlx import plan as planning

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_mlx.cli import console
+from dflash_mlx.cli.console import option
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,94 +19,84 @@ if TYPE_CHECKING:
     from dflash_mlx.train.trainer import Report
 
 
-def _option(text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, metavar=metavar, show_default=False)
-
-
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A name that `chat` takes.")]
-Out = Annotated[Path, _option("The folder of the drafter and of the run's state.", "--out")]
+Out = Annotated[Path, option("The folder of the drafter and of the run's state.", "--out")]
 Prompts = Annotated[
     list[Path] | None,
-    _option("JSONL of prompts that the target answers first; several times.", "--prompts"),
+    option("JSONL of prompts that the target answers first; several times.", "--prompts"),
 ]
 Answers = Annotated[
     list[Path] | None,
-    _option("JSONL with prompt_ids and answer_ids of this target; several times.", "--answers"),
+    option("JSONL with prompt_ids and answer_ids of this target; several times.", "--answers"),
 ]
 Init = Annotated[
     str,
-    _option(
+    option(
         "First weights: the target's last layers, chance, or a drafter's.",
         "--init",
         metavar="target|random|DRAFTER",
     ),
 ]
 Work = Annotated[
-    Path | None, _option("Where answers and features are kept; below --out without it.", "--work")
+    Path | None, option("Where answers and features are kept; below --out without it.", "--work")
 ]
 Online = Annotated[
-    bool, _option("Compute features while training instead of storing them.", "--online")
+    bool, option("Compute features while training instead of storing them.", "--online")
 ]
 CacheLimit = Annotated[
-    float | None, _option("Most disk space for features.", "--cache-limit", metavar="GB")
+    float | None, option("Most disk space for features.", "--cache-limit", metavar="GB")
 ]
 CacheDtype = Annotated[
-    str, _option("Of stored features.", "--cache-dtype", metavar="bfloat16|float16|float32")
+    str, option("Of stored features.", "--cache-dtype", metavar="bfloat16|float16|float32")
 ]
-Temperature = Annotated[float, _option("Of the answers to --prompts; 0 is greedy.", "--temp")]
-MaxAnswer = Annotated[int, _option("Longest answer, in tokens; 512 without it.", "--max-answer")]
-Slots = Annotated[int, _option("Answers generated at a time; 32 without it.", "--slots")]
-Layers = Annotated[int | None, _option("Layers of the drafter; 5 without it.", "--layers")]
-BlockSize = Annotated[int, _option("Anchor and drafts; 16 without it.", "--block-size")]
+Temperature = Annotated[float, option("Of the answers to --prompts; 0 is greedy.", "--temp")]
+MaxAnswer = Annotated[int, option("Longest answer, in tokens.", "--max-answer")]
+Slots = Annotated[int, option("Answers generated at a time.", "--slots")]
+Layers = Annotated[int | None, option("Layers of the drafter; 5 without it.", "--layers")]
+BlockSize = Annotated[int, option("Anchor and drafts.", "--block-size")]
 Taps = Annotated[
     str | None,
-    _option("How many target layers are read, or which, as 1,8,15.", "--taps", metavar="N|LIST"),
+    option("How many target layers are read, or which, as 1,8,15.", "--taps", metavar="N|LIST"),
 ]
 Windows = Annotated[
-    int | None, _option("Positions a layer of the drafter sees; all without it.", "--windows")
+    int | None, option("Positions a layer of the drafter sees; all without it.", "--windows")
 ]
 Causal = Annotated[
-    bool | None, _option("Rows of a block see earlier ones only.", "--causal/--bidirectional")
+    bool | None, option("Rows of a block see earlier ones only.", "--causal/--bidirectional")
 ]
 Selector = Annotated[
     int | None,
-    _option("Train DFlash 2 with a candidate selector of this rank.", "--selector-rank"),
+    option("Train DFlash 2 with a candidate selector of this rank.", "--selector-rank"),
 ]
-MaskToken = Annotated[int | None, _option("The id that stands for a mask.", "--mask-token")]
-MaxLength = Annotated[
-    int, _option("Longest text, prompt included; 2048 without it.", "--max-length")
-]
+MaskToken = Annotated[int | None, option("The id that stands for a mask.", "--mask-token")]
+MaxLength = Annotated[int, option("Longest text, prompt included.", "--max-length")]
 Gamma = Annotated[
-    float | None, _option("Row k weighs exp(-(k-1)/gamma); by block size without it.", "--gamma")
+    float | None, option("Row k weighs exp(-(k-1)/gamma); by block size without it.", "--gamma")
 ]
-Anchors = Annotated[int, _option("Blocks a text and epoch; 512 without it.", "--anchors")]
-StepBlocks = Annotated[int, _option("Blocks of one step; 256 without it.", "--step-blocks")]
-PassBlocks = Annotated[
-    int, _option("Blocks of one pass: less memory with fewer; 64 without it.", "--pass-blocks")
-]
-Epochs = Annotated[int, _option("6 without it.", "--epochs")]
-Steps = Annotated[int | None, _option("Stop the schedule at so many steps.", "--steps")]
-Rate = Annotated[float, _option("Peak learning rate; 6e-4 without it.", "--lr")]
+Anchors = Annotated[int, option("Blocks a text and epoch.", "--anchors")]
+StepBlocks = Annotated[int, option("Blocks of one step.", "--step-blocks")]
+PassBlocks = Annotated[int, option("Blocks of one pass: less memory with fewer.", "--pass-blocks")]
+Epochs = Annotated[int, option("Passes over the texts.", "--epochs")]
+Steps = Annotated[int | None, option("Stop the schedule at so many steps.", "--steps")]
+Rate = Annotated[float, option("Peak learning rate.", "--lr")]
 Soft = Annotated[
-    float, _option("Share of the target's distribution in the labels, 0 to 1.", "--soft")
+    float, option("Share of the target's distribution in the labels, 0 to 1.", "--soft")
 ]
-HeldOut = Annotated[int, _option("Texts that only measure; 48 without it.", "--held-out")]
-Every = Annotated[int, _option("Steps between measurements; 200 without it.", "--measure-every")]
+HeldOut = Annotated[int, option("Texts that only measure.", "--held-out")]
+Every = Annotated[int, option("Steps between measurements.", "--measure-every")]
 Memory = Annotated[
     float | None,
-    _option("Most memory; three quarters of the machine's without it.", "--memory", metavar="GB"),
+    option("Most memory; three quarters of the machine's without it.", "--memory", metavar="GB"),
 ]
-Seed = Annotated[int, _option("Of data order, answers and first weights.", "--seed")]
-Dtype = Annotated[
-    str, _option("Of the target.", "--dtype", metavar="auto|bfloat16|float16|float32")
-]
+Seed = Annotated[int, option("Of data order, answers and first weights.", "--seed")]
+Dtype = Annotated[str, option("Of the target.", "--dtype", metavar="auto|bfloat16|float16|float32")]
 TrainDtype = Annotated[
-    str | None, _option("Of the drafter's passes.", "--train-dtype", metavar="float32|bfloat16")
+    str | None, option("Of the drafter's passes.", "--train-dtype", metavar="float32|bfloat16")
 ]
 Revision = Annotated[
-    str | None, _option("Commit, tag or branch of the target's hub repo.", "--revision")
+    str | None, option("Commit, tag or branch of the target's hub repo.", "--revision")
 ]
-Json = Annotated[bool, _option("Print one JSON document as the last line.", "--json")]
+Json = Annotated[bool, option("Print one JSON document as the last line.", "--json")]
 
 
 def train(

@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.convert.reading import for_mlx_lm, module_of
 from dflash_mlx.convert.remarks import remarks
 from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.loader import dtype_name
 
 Settings = dict[str, Any]  # group_size, bits, mode
 Predicate = Callable[[str, nn.Module], bool | Settings]
@@ -232,7 +233,7 @@ def noise_of(settings: Settings) -> float:
 
 def _refuse_not_finite(chunk: mx.array, stored: mx.Dtype, place: str) -> None:
     if chunk.size and not np.isfinite(mx.abs(chunk).max().astype(mx.float32).item()):
-        name = str(chunk.dtype).removeprefix("mlx.core.")
+        name = dtype_name(chunk.dtype)
         raise CheckpointError(
             f"{place} holds numbers that are not finite in {name}; "
             + ("use another --dtype." if stored != chunk.dtype else "fetch the checkpoint again.")

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.convert.quantize import Settings
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.loader import Checkpoint, check_names, open_checkpoint, take_dense
+from dflash_mlx.loader import Checkpoint, check_names, dtype_name, open_checkpoint, take_dense
 
 _PARTS = (".weight", ".scales", ".biases")
 
@@ -66,7 +66,7 @@ def check_against(source: Source, model: nn.Module) -> None:
                 "use the config.json that belongs to these weights."
             )
         if not mx.issubdtype(found.dtype, mx.floating):
-            kind = str(found.dtype).removeprefix("mlx.core.")
+            kind = dtype_name(found.dtype)
             raise CheckpointError(
                 f"{name} of {source.path} is stored as {kind}; use a checkpoint with "
                 "floating-point weights."

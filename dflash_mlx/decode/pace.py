@@ -72,7 +72,7 @@ class PolicyPace:
 
     def landed(self, accepted: int, emitted: int) -> None:
         context, choice = self._asked.popleft()
-        self._policy.record(choice, choice.drafts, accepted, emitted)
+        self._policy.record(choice, accepted, emitted)
         if self._trace is None:
             return
         line = {

@@ -112,14 +112,14 @@ class Policy:
             return Choice(0, 1.0, "resting")
         return self._look(costs, affordable)
 
-    def record(self, choice: Choice, drafts: int, accepted: int, emitted: int) -> None:
-        """What came of a choice: drafts verified, drafts accepted, tokens emitted."""
+    def record(self, choice: Choice, accepted: int, emitted: int) -> None:
+        """What came of a choice: drafts accepted, tokens emitted."""
         before = max(self.tokens, LOSS_SPAN)
         self.tokens += emitted
         granted = LOSS * (max(self.tokens, LOSS_SPAN) - before)
         self.credit = min(self.credit + granted + emitted - choice.cost, MOST_CREDIT)
-        if drafts:
-            self.acceptance.record(drafts, accepted)
+        if choice.drafts:
+            self.acceptance.record(choice.drafts, accepted)
 
     def _steer(self, costs: Sequence[float], affordable: Sequence[int]) -> None:
         """Keep the block in use, take a better one, or stand down."""

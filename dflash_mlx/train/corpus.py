@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +57,10 @@ def read_answers(files: Iterable[Path], vocab_size: int) -> list[Text]:
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank; UsageError names a bad one."""
+    """(line number, object) of every line that is not blank, of a UTF-8 file, .gz or not.
+
+    UsageError names the file that cannot be read, or the line that is no object.
+    """
     for number, line in enumerate(_lines(file), start=1):
         if not line.strip():
             continue
@@ -70,11 +74,9 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _lines(file: Path) -> list[str]:
-    import gzip
-
     try:
         raw = file.read_bytes()
-        text = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode()
+        text = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8-sig")
         return text.split("\n")  # not at U+2028 and its like, which JSON strings may hold
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"{file} cannot be read ({error}). Give a JSONL file.") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -14,7 +14,7 @@ from dflash_mlx.cache.kv import GROWTH_ROWS
 from dflash_mlx.cache.pool import Places, PooledCache
 from dflash_mlx.decode.sampling import SamplingParams, draw_at, probabilities
 from dflash_mlx.models.base import Target
-from dflash_mlx.segment import Segment, spans
+from dflash_mlx.segment import Segment, packed, spans
 
 #: rows of one forward pass over prompts
 PREFILL_ROWS = 512
@@ -71,7 +71,8 @@ class Decoder:
             stack = self._places.add(self.target.make_cache())
             made.append(Run(job, stack, generator(self.seed, job.name)))
         self.running += made
-        ends = [self._prefill(batch) for batch in _passes(made)]
+        batches = packed(made, lambda run: len(run.job.prompt_ids), PREFILL_ROWS)
+        ends = [self._prefill(batch) for batch in batches]
         if ends:
             self._choose(made, mx.concatenate(ends))
         return self._finished()
@@ -100,7 +101,7 @@ class Decoder:
             if not any(left):
                 ends = [stop - 1 for _, stop in spans(segments)]
                 return hidden[0, mx.array(ends, mx.int32)]
-            (run,) = batch  # `_passes` leaves a long prompt alone
+            (run,) = batch  # `packed` leaves a long prompt alone
             run.stack.commit(len(parts[0]))
             mx.eval(run.stack.arrays())
 
@@ -137,21 +138,6 @@ def generator(seed: int, name: str) -> np.random.Generator:
     """Random numbers that belong to one name."""
     words = np.frombuffer(sha256(f"{seed} {name}".encode()).digest(), np.uint64)
     return np.random.Generator(np.random.Philox(key=words[:2]))
-
-
-def _passes(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """Runs whose prompts go through the target together; a long one alone."""
-    batch: list[Run] = []
-    rows = 0
-    for run in runs:
-        length = len(run.job.prompt_ids)
-        if batch and rows + length > PREFILL_ROWS:
-            yield batch
-            batch, rows = [], 0
-        batch.append(run)
-        rows += length
-    if batch:
-        yield batch
 
 
 def cache_bytes(target: Target, length: int) -> int:

@@ -1,15 +1,14 @@
 """What the target knows about every text, computed once and kept in safetensors shards.
 
-Shards are read row by row on demand, so memory does not grow with the corpus.
+Shards are read text by text on demand, so memory does not grow with the corpus.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,17 +16,15 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
-from dflash_mlx.segment import Segment, spans
+from dflash_mlx.segment import Segment, packed, spans
 from dflash_mlx.train.corpus import Text
-
-_log = logging.getLogger(__name__)
 
 #: tokens of one forward pass of the target
 PASS_ROWS = 1024
 #: texts of one shard
 SHARD_TEXTS = 64
-_TYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
 
 @dataclass(frozen=True)
@@ -59,35 +56,24 @@ class Seen:
 
 def bytes_a_token(spec: FeatureSpec, hidden_size: int) -> int:
     """Bytes that one token of a text takes in the cache."""
-    return len(spec.taps) * hidden_size * _TYPES[spec.dtype].size + spec.top_k * 8
+    return len(spec.taps) * hidden_size * DTYPES[spec.dtype].size + spec.top_k * 8
 
 
 def compute(target: Target, spec: FeatureSpec, texts: Sequence[Text]) -> list[Seen]:
     """Run the target over `texts`, as many in one pass as PASS_ROWS allow."""
     seen: list[Seen] = []
-    for batch in _passes(texts):
+    for batch in packed(texts, lambda text: text.length, PASS_ROWS):
         segments = [Segment(mx.array(t.ids, mx.int32), target.make_cache()) for t in batch]
         hidden, features = target.forward(segments, spec.taps)
         assert features is not None
         for text, (start, stop) in zip(batch, spans(segments), strict=True):
-            rows = features[0, start:stop].astype(_TYPES[spec.dtype])
+            rows = features[0, start:stop].astype(DTYPES[spec.dtype])
             # Row p - 1 gives the distribution of the token at p.
             first = start + len(text.prompt_ids) - 1
             ids, logprobs = _most_likely(target, hidden[0, first : stop - 1], spec.top_k)
             seen.append(Seen(rows, ids, logprobs))
         mx.eval([(s.features, s.ids, s.logprobs) for s in seen[-len(batch) :]])
     return seen
-
-
-def _passes(texts: Sequence[Text]) -> Iterator[list[Text]]:
-    batch: list[Text] = []
-    for text in texts:
-        if batch and sum(t.length for t in batch) + text.length > PASS_ROWS:
-            yield batch
-            batch = []
-        batch.append(text)
-    if batch:
-        yield batch
 
 
 def _most_likely(target: Target, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
@@ -128,7 +114,6 @@ class FeatureCache:
     ) -> None:
         """Compute what is missing, shard by shard; each is complete on disk or not there."""
         missing = [text for text in {_key(t): t for t in texts}.values() if text not in self]
-        # Neighbours in length, so that passes are evenly filled.
         for start in range(0, len(missing), SHARD_TEXTS):
             progress(start, len(missing))
             self._write(missing[start : start + SHARD_TEXTS], target)

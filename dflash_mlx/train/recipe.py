@@ -8,7 +8,7 @@ from typing import Any
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train.loss import default_gamma
 
-#: largest part of a run that warms up
+#: of the forward pass
 _DTYPES = ("float32", "bfloat16")
 
 

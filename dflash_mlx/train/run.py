@@ -6,6 +6,7 @@ Every stage leaves files that the next run of the same command finds and does no
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,12 @@ from dflash_mlx import fast_blas
 import mlx.core as mx
 
 import dflash_mlx.engine as engines
-from dflash_mlx import hub, registry
+from dflash_mlx import hub
 from dflash_mlx.draft.checkpoint import check_fit
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
+from dflash_mlx.loader import dtype_name, read_target_config
 from dflash_mlx.machine import memory_bytes, versions
 from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
@@ -39,7 +41,6 @@ from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.shape import Shape, drafter_config, mask_token, second_parts
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
-from dflash_mlx.train.target_config import read_target_config
 from dflash_mlx.train.trainer import Report, Task, Trainer
 
 #: most likely tokens kept of every answer position for soft labels
@@ -108,7 +109,8 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     task = _task(order, engine, config, stored, trained, held, work, voice)
     streams = order.streams or _streams()
     recipe = _within_memory(order, recipe, task, start, streams, voice)
-    _write_run_file(order, engine, task, recipe)
+    run = _described_run(order, engine, task, recipe)
+    write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
     began = time.monotonic()
     trainer = Trainer(
         task,
@@ -133,7 +135,6 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 1),
     }
     save_curve(order.out, progress.history)
-    run = json.loads((order.out / "run.json").read_text())
     write_text(order.out / "README.md", model_card(stored, run, result, progress.history))
     return result
 
@@ -153,11 +154,9 @@ def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
         stored, start = drafter_start(fetched.path, target, recipe.seed, shape.layers, parts)
         return stored, start, "the drafter's own"
     mask, why = mask_token(engine.tokenizer, target, order.shape.mask_token_id)
-    path = hub.fetch(
-        registry.load_registry().resolve(order.target).target_spec,
-        revision=order.revision or registry.load_registry().resolve(order.target).target_revision,
-    ).path
-    stored = drafter_config(target, read_target_config(path), order.shape, recipe.block_size, mask)
+    assert engine.path is not None
+    known = read_target_config(engine.path)
+    stored = drafter_config(target, known, order.shape, recipe.block_size, mask)
     config = parse_config(stored)
     if order.init == "random":
         return stored, random_start(config, recipe.seed), why
@@ -187,6 +186,7 @@ def _texts(order: Order, engine: Engine, work: Path, voice: Voice) -> list[Text]
             AnswerSettings(_name(engine), order.temperature, order.max_answer, order.recipe.seed),
             max_length=order.recipe.max_length,
             places=order.slots,
+            cache_limit=max(0, _memory_limit(order) - mx.get_active_memory()),
             progress=lambda done, total, speed: voice.stage("answers", done, total),
         )
         if answered.skipped:
@@ -214,7 +214,7 @@ def _task(
 ) -> Task:
     target, taps = engine.target, config.target_layer_ids
     name = _name(engine)
-    own = str(target.dtype).removeprefix("mlx.core.")
+    own = dtype_name(target.dtype)
     spec = FeatureSpec(name, taps, TOP_K, order.cache_dtype)
     # What is held out is measured as generation sees it: features of the target's own type.
     exact = FeatureSpec(name, taps, 0, own)
@@ -258,11 +258,16 @@ def _task(
     )
 
 
+def _memory_limit(order: Order) -> int:
+    """Bytes that the run may take."""
+    gb = order.memory_gb
+    return int(_MEMORY_SHARE * memory_bytes()) if gb is None else int(gb * 1e9)
+
+
 def _within_memory(
     order: Order, recipe: Recipe, task: Task, start: Start, streams: int, voice: Voice
 ) -> Recipe:
-    limit = order.memory_gb
-    limit_bytes = int(limit * 1e9) if limit else int(_MEMORY_SHARE * memory_bytes())
+    limit_bytes = _memory_limit(order)
     used = {token for text in task.trained for token in text.answer_ids}
     longest = max(text.length for text in task.trained)
     fits = fitted(
@@ -281,16 +286,16 @@ def _within_memory(
     return replace(recipe, pass_blocks=fits.pass_blocks)
 
 
-def _write_run_file(order: Order, engine: Engine, task: Task, recipe: Recipe) -> None:
+def _described_run(order: Order, engine: Engine, task: Task, recipe: Recipe) -> dict[str, Any]:
     """run.json: every setting, versions and hashes of what was trained on."""
-    run = {
+    return {
         "target": task.described["target"],
         "init": order.init,
         "recipe": recipe.as_json(),
         "gamma": recipe.decay,
         "answers": {"temperature": order.temperature, "max_answer": order.max_answer},
         "features": {"dtype": order.cache_dtype, "online": order.online, "top_k": TOP_K},
-        "dtype": str(engine.target.dtype).removeprefix("mlx.core."),
+        "dtype": dtype_name(engine.target.dtype),
         "versions": versions(),
         "machine": f"{platform.machine()} {platform.system()}",
         "blas": fast_blas.CHOICE.name,
@@ -298,7 +303,6 @@ def _write_run_file(order: Order, engine: Engine, task: Task, recipe: Recipe) ->
         "trained": _described(task.trained),
         "held_out": _described(task.held_out),
     }
-    write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
 
 
 def _described(texts: Sequence[Text]) -> dict[str, Any]:
@@ -311,8 +315,6 @@ def _described(texts: Sequence[Text]) -> dict[str, Any]:
 
 def _streams() -> int:
     """Passes at a time: the GPU takes one, MLX's CPU back-end one a core."""
-    import os
-
     if mx.default_device() != mx.cpu:
         return 1
     return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))

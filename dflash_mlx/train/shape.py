@@ -18,6 +18,8 @@ from dflash_mlx.train.start import target_layers
 #: rope kinds a drafter can have; positions of other kinds are rotated by theta alone
 _ROPES = ("linear", "llama3", "yarn")
 _DEFAULT_LAYERS, _DEFAULT_TAPS = 5, 5
+#: of DFlash 2: rows a convolution reads, and candidates of each position
+_CONV_TAPS, _SELECTOR_TOP_K = 4, 8
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,7 @@ class Shape:
     taps: int | tuple[int, ...] | None = None
     windows: int | None = None
     causal: bool | None = None
-    intermediate: int | None = None
     selector_rank: int | None = None
-    selector_top_k: int = 8
-    conv_taps: int = 4
     mask_token_id: int | None = None
 
 
@@ -94,7 +93,7 @@ def drafter_config(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": dim,
-        "intermediate_size": shape.intermediate or _intermediate(target),
+        "intermediate_size": _intermediate(target),
         "vocab_size": target.vocab_size,
         "rms_norm_eps": float(text.get("rms_norm_eps", 1e-6)),
         "max_position_embeddings": target.context_length,
@@ -124,10 +123,10 @@ def second_parts(shape: Shape, hidden_size: int) -> dict[str, int] | None:
     if shape.selector_rank is None:
         return None
     return {
-        "conv_kernel_size": shape.conv_taps,
+        "conv_kernel_size": _CONV_TAPS,
         "conv_group_size": _conv_group(hidden_size),
         "selector_rank": shape.selector_rank,
-        "selector_top_k": shape.selector_top_k,
+        "selector_top_k": _SELECTOR_TOP_K,
     }
 
 

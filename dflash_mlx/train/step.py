@@ -31,7 +31,6 @@ class Pass:
     groups: tuple[BlockGroup, ...]
     labels: Labels
     previous: mx.array  # [N, b-1] int32, the true token before each predicted one
-    tokens: mx.array  # [N, b-1] int32, the true tokens
     counted: np.ndarray  # [N, b-1] bool: rows with a label
 
 
@@ -58,8 +57,7 @@ def build_pass(
         soft_ids.append(head.place[np.array(known.ids)][row])
         soft_probs.append(np.exp(np.array(known.logprobs))[row])
         groups.append(BlockGroup(known.features[: int(work.anchors.max())], work.anchors))
-    token = np.concatenate(tokens)
-    hard = head.place[token]
+    hard = head.place[np.concatenate(tokens)]
     counted = np.concatenate(there) & (hard >= 0)
     ids, probs = np.concatenate(soft_ids), np.concatenate(soft_probs)
     probs = np.where(ids >= 0, probs, 0)
@@ -75,10 +73,9 @@ def build_pass(
         tuple(groups),
         labels,
         mx.array(np.concatenate(previous)),
-        mx.array(token),
         counted,
     )
-    mx.eval(built.anchors, built.previous, built.tokens, list(vars(labels).values()))
+    mx.eval(built.anchors, built.previous, list(vars(labels).values()))
     return built
 
 

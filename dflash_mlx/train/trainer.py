@@ -16,6 +16,7 @@ from mlx.utils import tree_map, tree_unflatten
 
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.errors import UsageError
+from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.batches import Work, epoch_steps, passes
 from dflash_mlx.train.checkpoint import Progress, load_state, save_state
@@ -27,8 +28,6 @@ from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import Replay, joined, replay_sets
 from dflash_mlx.train.start import Weights, new_model
 from dflash_mlx.train.step import Objective, Pass, StepResult, Streams, build_pass, gradients
-
-_TYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 class Features(Protocol):
@@ -92,8 +91,7 @@ class Trainer:
         self._report, self._look_every = report, look_every
         self._streams = Streams(streams)
         self._weights = position_weights(recipe.block_size, recipe.decay)
-        self._lengths = [len(self._epoch(e)) for e in range(recipe.epochs)]
-        total = sum(self._lengths)
+        total = recipe.epochs * len(self._epoch(0))  # each has as many blocks
         self.steps = total if recipe.steps is None else min(total, recipe.steps)
         self.optimizer = optim.AdamW(
             learning_rate=recipe.learning_rate,
@@ -195,6 +193,11 @@ class Trainer:
         objective = self._objective(head)
         built = [self._pass(part, head) for part in passes(works, self.recipe.pass_blocks)]
         grads, result = gradients(objective, self.parameters, built, self._streams)
+        if not math.isfinite(result.loss):
+            raise UsageError(
+                f"The loss is {result.loss} at step {self.progress.step + 1}; start again with a "
+                "smaller --lr, or --train-dtype float32."
+            )
         grads, _ = optim.clip_grad_norm(grads, self.recipe.clip)
         # A transposed gradient would give weights a layout that a saved state does not keep, and
         # matmul rounds otherwise for it.
@@ -203,16 +206,11 @@ class Trainer:
         self.optimizer.learning_rate = rate
         self.parameters = self.optimizer.apply_gradients(grads, self.parameters)
         mx.eval(self.parameters, self.optimizer.state)
-        if not math.isfinite(result.loss):
-            raise UsageError(
-                f"The loss is {result.loss} at step {self.progress.step + 1}; start again with a "
-                "smaller --lr, or --dtype float32."
-            )
         return result
 
     def _objective(self, head: HeadSubset) -> Objective:
         task, recipe = self.task, self.recipe
-        dtype = _TYPES[recipe.dtype]
+        dtype = DTYPES[recipe.dtype]
         return Objective(self._model, task.config, task.target, head, recipe.soft, dtype)
 
     def _pass(self, works: Sequence[Work], head: HeadSubset) -> Pass:
