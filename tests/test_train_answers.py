@@ -149,6 +149,7 @@ class Files:
     def answer(self, prompts: Sequence[Prompt], **options: Any) -> Answered:
         settings = options.pop("settings", SETTINGS)
         path = options.pop("path", self.path)
+        options.setdefault("places", 8)
         return answer_prompts(self.target, self.tokenizer, prompts, path, settings, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.loader import load_target
 from dflash_mlx.train.checkpoint import load_state
 from dflash_mlx.train.export import as_drafter
+from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.run import Order, train
+from dflash_mlx.train.run import train
 from dflash_mlx.train.shape import Shape, second_parts
 from dflash_mlx.train.start import drafter_start
 
@@ -136,8 +138,11 @@ def test_what_a_run_leaves_behind(finished):
     run = read_json(order.out / "run.json")
     assert run["recipe"]["learning_rate"] == RECIPE.learning_rate
     assert run["gamma"] == pytest.approx(RECIPE.decay)
-    assert {"mlx", "dflash-mlx"} <= {name.lower() for name in run["versions"]} | {"dflash-mlx"}
+    assert {"mlx", "dflash-mlx"} <= run["versions"].keys()
     assert len(run["trained"]["sha256"]) == 64
+    [file] = run["answers"]["files"]
+    assert file["sha256"] == hashlib.sha256(order.answers[0].read_bytes()).hexdigest()
+    assert run["answers"]["slots"] == order.slots
     curve = read_json(order.out / "curve.json")
     assert [entry["step"] for entry in curve] == [3, 6, 8]
     assert curve[-1]["loss"] < curve[0]["loss"]
@@ -173,8 +178,51 @@ def test_a_drafter_can_be_trained_further(order, finished):
     assert train(further)["steps"] == RECIPE.steps
     with pytest.raises(UsageError, match="takes its taps"):
         train(replace(order, init=str(finished[0].out), out=order.out / "b"))
-    with pytest.raises(UsageError, match="has 1 layers"):
-        train(replace(further, shape=Shape(layers=0), out=order.out / "c"))
+    larger = replace(further, block_size=6, out=order.out / "c")
+    train(replace(larger, recipe=replace(RECIPE, steps=2)))
+    stored = read_json(larger.out / "config.json")
+    assert stored["block_size"] == stored["dflash_config"]["block_size"] == 6
+    assert dflash_mlx.load(order.target, draft=str(larger.out)).drafter.block_size == 6
+    two = replace(order, shape=Shape(layers=2, taps=2), recipe=replace(RECIPE, steps=1))
+    two = replace(two, out=order.out / "two")
+    train(two)
+    with pytest.raises(UsageError, match="has 2 layers"):
+        train(replace(further, init=str(two.out), shape=Shape(layers=1), out=order.out / "d"))
+
+
+def test_a_refused_run_leaves_the_folder_as_it_is(finished):
+    order, _ = finished
+    before = (order.out / "run.json").read_bytes()
+    with pytest.raises(UsageError, match="other settings"):
+        train(replace(order, recipe=replace(RECIPE, learning_rate=1e-3)))
+    assert (order.out / "run.json").read_bytes() == before
+
+
+def test_without_held_out_texts_the_last_weights_are_kept(order):
+    none = replace(order, recipe=replace(RECIPE, held_out=0))
+    train(none)
+    kept = mx.load(str(order.out / "model.safetensors"))
+    parameters = dict(tree_flatten(load_state(order.out)[0]))
+    for name, array in kept.items():
+        assert mx.array_equal(array, parameters[name].astype(mx.bfloat16)), name
+
+
+def test_running_out_of_memory_names_what_to_lower(order, monkeypatch):
+    def full(*_: object) -> None:
+        raise RuntimeError("[malloc_or_wait] Unable to allocate 123 bytes.")
+
+    monkeypatch.setattr("dflash_mlx.train.trainer.gradients", full)
+    with pytest.raises(UsageError, match=r"--pass-blocks \(now 8\), then --max-length"):
+        train(order)
+
+
+def test_windows_may_differ_by_layer(order):
+    shape = Shape(layers=2, taps=2, windows=(8, None))
+    train(replace(order, shape=shape, recipe=replace(RECIPE, steps=1)))
+    stored = read_json(order.out / "config.json")
+    assert stored["layer_types"] == ["sliding_attention", "full_attention"]
+    assert stored["sliding_window"] == 8
+    assert dflash_mlx.load(order.target, draft=str(order.out)).generate([1, 2], max_tokens=4)
 
 
 def test_a_drafter_that_grows_drafts_the_same_at_first(order, finished):
@@ -245,11 +293,41 @@ def test_damaged_features_are_named(order):
         ({"shape": Shape(taps=(1, 9))}, "do not fit a target"),
         ({"shape": Shape(taps=9)}, "9 taps"),
         ({"shape": Shape(mask_token_id=9999)}, "mask token 9999"),
+        ({"shape": Shape(layers=2, windows=(8, 9))}, "one window for all"),
+        ({"shape": Shape(layers=1, windows=(8, None))}, "2 windows for 1 layers"),
     ],
 )
 def test_refusals(order, changes, sentence):
     with pytest.raises(UsageError, match=sentence):
         train(replace(order, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": 0},
+        {"memory_gb": 0.0},
+        {"cache_limit_gb": -1.0},
+        {"cache_dtype": "foo"},
+        {"block_size": 1},
+        {"streams": 0},
+    ],
+)
+def test_impossible_orders_are_refused(order, changes):
+    with pytest.raises(UsageError):
+        replace(order, **changes)
+
+
+@pytest.mark.parametrize("values", [{"layers": 0}, {"windows": 0}, {"selector_rank": 0}])
+def test_impossible_shapes_are_refused(values):
+    with pytest.raises(UsageError):
+        Shape(**values)
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(order):
+    order.out.write_text("")
+    with pytest.raises(UsageError, match="cannot be a folder"):
+        train(order)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import typer
 
 from dflash_mlx.cli import console
 from dflash_mlx.cli.console import option
+from dflash_mlx.cli.options import ReasoningLevel, Thinking, reasoning_of
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,13 +69,6 @@ MinP = Annotated[
 Penalty = Annotated[float | None, option("Above 1 discourages repetition.", "--repetition-penalty")]
 Seed = Annotated[int | None, option("Makes sampling repeatable.", "--seed")]
 System = Annotated[str | None, option("System message.", "--system")]
-Thinking = Annotated[
-    bool | None, option("Reason before the answer, or not.", "--thinking/--no-thinking")
-]
-Reasoning = Annotated[
-    str | None,
-    option("Reasoning level, for models that have levels.", "--reasoning", metavar="LEVEL"),
-]
 BlockSize = Annotated[str, typer.Option("--block-size", metavar="auto|N", help=_BLOCK)]
 TraceFile = Annotated[Path | None, option(_TRACE, "--trace", metavar="FILE")]
 Dtype = Annotated[
@@ -105,7 +99,7 @@ def chat(
     seed: Seed = None,
     system: System = None,
     thinking: Thinking = None,
-    reasoning: Reasoning = None,
+    reasoning: ReasoningLevel = None,
     block_size: BlockSize = "auto",
     trace: TraceFile = None,
     exact: Exact = False,
@@ -120,8 +114,7 @@ def chat(
     if trace is not None and (block != "auto" or no_draft):
         raise UsageError("--trace writes the choices of --block-size auto. Leave one of them out.")
     _check_loading(draft, no_draft, draft_bits, dtype, max_tokens)
-    if thinking is not None and reasoning is not None:
-        raise UsageError("--reasoning sets a level, --thinking a switch. Leave one of them out.")
+    think = reasoning_of(thinking, reasoning)
     question = _question(prompt, as_json)
     given = {
         "temperature": temp,
@@ -131,7 +124,6 @@ def chat(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
-    think = thinking if reasoning is None else reasoning
     how = Answering(max_tokens, _sampling(given), tuple(stop or ()), system, think, stats)
     from dflash_mlx import engine as engines
 

@@ -12,10 +12,11 @@ import typer
 
 from dflash_mlx.cli import console
 from dflash_mlx.cli.console import option
+from dflash_mlx.cli.options import ReasoningLevel, Thinking, reasoning_of
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_mlx.train.run import Order
+    from dflash_mlx.train.order import Order
     from dflash_mlx.train.trainer import Report
 
 
@@ -53,13 +54,21 @@ Temperature = Annotated[float, option("Of the answers to --prompts; 0 is greedy.
 MaxAnswer = Annotated[int, option("Longest answer, in tokens.", "--max-answer")]
 Slots = Annotated[int, option("Answers generated at a time.", "--slots")]
 Layers = Annotated[int | None, option("Layers of the drafter; 5 without it.", "--layers")]
-BlockSize = Annotated[int, option("Anchor and drafts.", "--block-size")]
+BlockSize = Annotated[
+    int | None,
+    option("Anchor and drafts; 16 without it, or those of the drafter begun with.", "--block-size"),
+]
 Taps = Annotated[
     str | None,
     option("How many target layers are read, or which, as 1,8,15.", "--taps", metavar="N|LIST"),
 ]
 Windows = Annotated[
-    int | None, option("Positions a layer of the drafter sees; all without it.", "--windows")
+    str | None,
+    option(
+        "Positions a layer of the drafter sees, or a list for its layers, as 512,512,all.",
+        "--windows",
+        metavar="N|LIST",
+    ),
 ]
 Causal = Annotated[
     bool | None, option("Rows of a block see earlier ones only.", "--causal/--bidirectional")
@@ -112,8 +121,10 @@ def train(
     temp: Temperature = 0.0,
     max_answer: MaxAnswer = 512,
     slots: Slots = 32,
+    thinking: Thinking = None,
+    reasoning: ReasoningLevel = None,
     layers: Layers = None,
-    block_size: BlockSize = 16,
+    block_size: BlockSize = None,
     taps: Taps = None,
     windows: Windows = None,
     causal: Causal = None,
@@ -159,17 +170,24 @@ def train(
 
 def _order(given: dict[str, Any]) -> Order:
     """The options as the trainer takes them; UsageError for values that mean nothing."""
+    from dflash_mlx.train.order import Order
     from dflash_mlx.train.recipe import Recipe
-    from dflash_mlx.train.run import Order
     from dflash_mlx.train.shape import Shape
 
-    shape = {name: given[name] for name in ("layers", "windows", "causal", "selector_rank")}
+    shape = {name: given[name] for name in ("layers", "causal", "selector_rank")}
     settings = {**given, "learning_rate": given["lr"], "dtype": given["train_dtype"] or "float32"}
+    if given["block_size"] is None:
+        del settings["block_size"]  # the recipe's own
     return Order(
         target=given["target"],
         out=given["out"],
         recipe=Recipe(**{f.name: settings[f.name] for f in fields(Recipe) if f.name in settings}),
-        shape=Shape(**shape, taps=_taps(given["taps"]), mask_token_id=given["mask_token"]),
+        shape=Shape(
+            **shape,
+            taps=_taps(given["taps"]),
+            windows=_windows(given["windows"]),
+            mask_token_id=given["mask_token"],
+        ),
         prompts=given["prompts"] or (),
         answers=given["answers"] or (),
         init=given["init"],
@@ -180,6 +198,8 @@ def _order(given: dict[str, Any]) -> Order:
         temperature=given["temp"],
         max_answer=given["max_answer"],
         slots=given["slots"],
+        thinking=reasoning_of(given["thinking"], given["reasoning"]),
+        block_size=given["block_size"],
         dtype=given["dtype"],
         revision=given["revision"],
         memory_gb=given["memory"],
@@ -196,6 +216,18 @@ def _taps(given: str | None) -> int | tuple[int, ...] | None:
             f"--taps {given} is no number and no list of layers. Give 5, or 1,8,15."
         ) from None
     return numbers[0] if len(numbers) == 1 else tuple(numbers)
+
+
+def _windows(given: str | None) -> int | tuple[int | None, ...] | None:
+    if given is None:
+        return None
+    try:
+        windows = tuple(None if part == "all" else int(part) for part in given.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--windows {given} is no number and no list of them. Give 512, or 512,512,all."
+        ) from None
+    return windows[0] if len(windows) == 1 else windows
 
 
 class _Stages:

@@ -18,16 +18,20 @@ class AnswerSettings:
     """What answers depend on besides their prompts.
 
     target: its name and revision. temp: 0 is greedy. max_answer: most tokens of an answer.
+    thinking: as in a chat: a switch, a reasoning level, or None for the template's own way.
     """
 
     target: str
     temp: float
     max_answer: int
     seed: int
+    thinking: bool | str | None = None
 
     def __post_init__(self) -> None:
         if self.max_answer < 1:
             raise UsageError(f"max_answer is {self.max_answer}. Give at least 1.")
+        if not 0 <= self.temp < float("inf"):
+            raise UsageError(f"The temperature is {self.temp}. Give 0 or more.")
 
 
 class AnswerFile:
@@ -67,9 +71,11 @@ class AnswerFile:
         ours = asdict(settings)
         if beside.exists():
             try:
-                stored = json.loads(beside.read_text(encoding="utf-8"))
+                stored = {"thinking": None, **json.loads(beside.read_text(encoding="utf-8"))}
                 other = [
-                    f"{k}: {stored[k]} there, {ours[k]} now" for k in ours if stored[k] != ours[k]
+                    f"{k}: {stored.get(k)} there, {v} now"
+                    for k, v in ours.items()
+                    if stored.get(k) != v
                 ]
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(

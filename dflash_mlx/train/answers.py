@@ -17,9 +17,6 @@ from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.decoding import Decoder, Job, cache_bytes
 from dflash_mlx.train.prompts import Prompt
 
-#: sequences decoded at once
-PLACES = 64
-
 #: called after every step: (answers there, answers in all, tokens a second of this run)
 Progress = Callable[[int, int, float], None]
 
@@ -44,19 +41,19 @@ def answer_prompts(
     settings: AnswerSettings,
     *,
     max_length: int | None = None,
-    places: int = PLACES,
+    places: int,
     cache_limit: int | None = None,
-    thinking: bool | str | None = None,
     progress: Progress = lambda done, total, speed: None,
 ) -> Answered:
     """Answer every prompt that has no answer in the file `path` yet, and append the answers.
 
     max_length: a prompt that leaves no room for an answer below it, or in the target's context,
-    is skipped. cache_limit: bytes that the caches may take; fewer sequences run at once then.
+    is skipped. places: sequences decoded at once. cache_limit: bytes that the caches may take;
+    fewer sequences run at once then.
     UsageError when a file's answer belongs to another prompt, and when not one sequence fits.
     """
     with AnswerFile(path, settings, target.vocab_size) as file:
-        work = _Work(target, tokenizer, prompts, file, settings, max_length, thinking)
+        work = _Work(target, tokenizer, prompts, file, settings, max_length)
         count = _fitting(target, work, places, cache_limit) if work.queue else 0
         started = time.perf_counter()
         tokens = made = 0
@@ -93,7 +90,6 @@ class _Work:
         file: AnswerFile,
         settings: AnswerSettings,
         max_length: int | None,
-        thinking: bool | str | None,
     ) -> None:
         self._file, self._max_answer = file, settings.max_answer
         self._context = target.context_length
@@ -104,7 +100,7 @@ class _Work:
         self.total = sum(len(prompt.answer_names) for prompt in prompts)
         self._open: dict[str, Conversation] = {}  # by the answer that comes next
         for prompt in prompts:
-            self._follow(Conversation(prompt, tokenizer, thinking), self.queue.append)
+            self._follow(Conversation(prompt, tokenizer, settings.thinking), self.queue.append)
 
     def take(self, job: Job, answer: Sequence[int]) -> None:
         """Keep an answer; the conversation's next turn is first in the queue."""

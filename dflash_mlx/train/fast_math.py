@@ -1,7 +1,8 @@
 """Softmax, SwiGLU and log-sum-exp for training; on the CPU with an exponential of products only.
 
 MLX's CPU exp takes some 25 ns an element, more than the matmuls around it; one made of products
-and sums becomes a vector loop in a compiled kernel. Its relative error is below 3e-5.
+and sums becomes a vector loop in a compiled kernel. Its relative error is below 3e-5 for |x| up to
+40 and grows to 5e-4 at 80, where an exponential of a softmax no longer matters.
 """
 
 from __future__ import annotations

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 # This one comes first: it has to act before MLX is imported.
-from dflash_mlx import fast_blas
 
 # isort: split
 import mlx.core as mx
@@ -27,7 +25,7 @@ from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import dtype_name, read_target_config
-from dflash_mlx.machine import memory_bytes, versions
+from dflash_mlx.machine import memory_bytes
 from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.card import model_card
@@ -36,45 +34,17 @@ from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.export import write_text
 from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.memory import fitted
+from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.record import described_run
 from dflash_mlx.train.shape import Shape, drafter_config, mask_token, second_parts
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
 from dflash_mlx.train.trainer import Report, Task, Trainer
 
-#: most likely tokens kept of every answer position for soft labels
-TOP_K = 32
 #: of the machine's memory, what a run may take when nobody says how much
 _MEMORY_SHARE = 0.75
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a person asks for.
-
-    init: "target", "random", or a drafter's hub id or folder, whose shape is then taken over.
-    work: where answers and features are kept; below `out` without one.
-    """
-
-    target: str
-    out: Path
-    recipe: Recipe = field(default_factory=Recipe)
-    shape: Shape = field(default_factory=Shape)
-    prompts: Sequence[Path] = ()
-    answers: Sequence[Path] = ()
-    init: str = "target"
-    work: Path | None = None
-    online: bool = False
-    cache_limit_gb: float | None = None
-    cache_dtype: str = "bfloat16"
-    temperature: float = 0.0
-    max_answer: int = 512
-    slots: int = 32
-    dtype: str = "auto"
-    revision: str | None = None
-    streams: int | None = None
-    memory_gb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +61,7 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     voice = voice or Voice()
     if not (order.prompts or order.answers):
         raise UsageError("Nothing to train on. Give --prompts or --answers files.")
-    order.out.mkdir(parents=True, exist_ok=True)
+    _make_folder(order.out)
     work = order.work or order.out / "work"
     engine = engines.load(order.target, draft=None, dtype=order.dtype, revision=order.revision)
     stored, start, why_mask = _drafter(order, engine)
@@ -106,11 +76,9 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     if len(texts) < 2:
         raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
     trained, held = split(texts, recipe.held_out)
-    task = _task(order, engine, config, stored, trained, held, work, voice)
+    task = _task(order, engine, config, stored, trained, held, start, work, voice)
     streams = order.streams or _streams()
     recipe = _within_memory(order, recipe, task, start, streams, voice)
-    run = _described_run(order, engine, task, recipe)
-    write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
     began = time.monotonic()
     trainer = Trainer(
         task,
@@ -122,6 +90,9 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     )
     if trainer.resumed:
         voice.say(f"Going on behind step {trainer.progress.step} of {trainer.steps}.")
+    # Behind the trainer, which refuses another run's folder: that one's file stays as it is.
+    run = described_run(order, engine, task, recipe, start)
+    write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
     progress = trainer.run()
     result = {
         "model": engine.model,
@@ -147,12 +118,18 @@ def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
         if replace(shape, layers=None, selector_rank=None) != Shape():
             raise UsageError(
                 "--init with a drafter takes its taps, windows and mask over. Leave those options "
-                "out; --layers and --selector-rank may add to it."
+                "out; --layers, --selector-rank and --block-size may change it."
             )
         fetched = hub.fetch(order.init, kind="drafter")
-        parts = second_parts(shape, target.hidden_size)
-        stored, start = drafter_start(fetched.path, target, recipe.seed, shape.layers, parts)
-        return stored, start, "the drafter's own"
+        stored, start = drafter_start(
+            fetched.path,
+            target,
+            recipe.seed,
+            shape.layers,
+            second_parts(shape, target.hidden_size),
+            order.block_size,
+        )
+        return stored, replace(start, revision=fetched.revision), "the drafter's own"
     mask, why = mask_token(engine.tokenizer, target, order.shape.mask_token_id)
     assert engine.path is not None
     known = read_target_config(engine.path)
@@ -183,7 +160,13 @@ def _texts(order: Order, engine: Engine, work: Path, voice: Voice) -> list[Text]
             engine.tokenizer,
             read_prompts(order.prompts),
             work / "answers.jsonl",
-            AnswerSettings(_name(engine), order.temperature, order.max_answer, order.recipe.seed),
+            AnswerSettings(
+                _name(engine),
+                order.temperature,
+                order.max_answer,
+                order.recipe.seed,
+                order.thinking,
+            ),
             max_length=order.recipe.max_length,
             places=order.slots,
             cache_limit=max(0, _memory_limit(order) - mx.get_active_memory()),
@@ -209,13 +192,14 @@ def _task(
     stored: Mapping[str, Any],
     trained: list[Text],
     held: list[Text],
+    start: Start,
     work: Path,
     voice: Voice,
 ) -> Task:
     target, taps = engine.target, config.target_layer_ids
     name = _name(engine)
     own = dtype_name(target.dtype)
-    spec = FeatureSpec(name, taps, TOP_K, order.cache_dtype)
+    spec = FeatureSpec(name, taps, order.top_k, order.cache_dtype)
     # What is held out is measured as generation sees it: features of the target's own type.
     exact = FeatureSpec(name, taps, 0, own)
     features: Offline | Online
@@ -241,6 +225,7 @@ def _task(
         "target": name,
         "config": dict(stored),
         "init": order.init,
+        "init_revision": start.revision,
         "trained": digest(trained),
         "held_out": digest(held),
         "features": order.cache_dtype,
@@ -256,6 +241,13 @@ def _task(
         held_features,
         described,
     )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be a folder for the drafter ({error}).") from None
 
 
 def _memory_limit(order: Order) -> int:
@@ -284,33 +276,6 @@ def _within_memory(
             f"{limit_bytes / 1e9:.1f} GB suffice."
         )
     return replace(recipe, pass_blocks=fits.pass_blocks)
-
-
-def _described_run(order: Order, engine: Engine, task: Task, recipe: Recipe) -> dict[str, Any]:
-    """run.json: every setting, versions and hashes of what was trained on."""
-    return {
-        "target": task.described["target"],
-        "init": order.init,
-        "recipe": recipe.as_json(),
-        "gamma": recipe.decay,
-        "answers": {"temperature": order.temperature, "max_answer": order.max_answer},
-        "features": {"dtype": order.cache_dtype, "online": order.online, "top_k": TOP_K},
-        "dtype": dtype_name(engine.target.dtype),
-        "versions": versions(),
-        "machine": f"{platform.machine()} {platform.system()}",
-        "blas": fast_blas.CHOICE.name,
-        "device": str(mx.default_device()),
-        "trained": _described(task.trained),
-        "held_out": _described(task.held_out),
-    }
-
-
-def _described(texts: Sequence[Text]) -> dict[str, Any]:
-    return {
-        "texts": len(texts),
-        "answer_tokens": sum(len(text.answer_ids) for text in texts),
-        "sha256": digest(texts),
-    }
 
 
 def _streams() -> int:

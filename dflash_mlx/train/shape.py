@@ -26,16 +26,44 @@ _CONV_TAPS, _SELECTOR_TOP_K = 4, 8
 class Shape:
     """What a person may choose of a new drafter; None is decided from the target.
 
-    taps: target layers whose outputs are read, or how many. windows: positions a layer sees,
-    one for all layers; None sees everything. selector: the parts of DFlash 2, as rank.
+    taps: target layers whose outputs are read, or how many. windows: positions a layer sees, one
+    number for all layers, or one entry a layer, None where it sees everything; the format has one
+    number for all layers with a window. selector_rank: makes it a DFlash 2 drafter.
     """
 
     layers: int | None = None
     taps: int | tuple[int, ...] | None = None
-    windows: int | None = None
+    windows: int | tuple[int | None, ...] | None = None
     causal: bool | None = None
     selector_rank: int | None = None
     mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        windows = self.windows if isinstance(self.windows, tuple) else (self.windows,)
+        for name, values in {
+            "layers": [self.layers],
+            "windows": windows,
+            "selector_rank": [self.selector_rank],
+        }.items():
+            for value in values:
+                if value is not None and value < 1:
+                    raise UsageError(f"{name} is {value}; give at least 1.")
+
+
+def layer_windows(shape: Shape, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; UsageError for as many as do not fit, or two different ones."""
+    windows = shape.windows
+    each = windows if isinstance(windows, tuple) else (windows,) * layers
+    if len(each) != layers:
+        raise UsageError(
+            f"{len(each)} windows for {layers} layers; give one number, or one for each layer."
+        )
+    if len(set(each) - {None}) > 1:
+        raise UsageError(
+            "The drafter's format has one window for all layers that have one; give one number, "
+            "and 'all' for layers that see everything."
+        )
+    return each
 
 
 def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
@@ -77,9 +105,10 @@ def drafter_config(
     text = target_config.get("text_config") or target_config
     attention = _last_attention(target)
     heads, kv_heads, dim = _heads(attention, text, target.hidden_size)
-    layers = shape.layers or min(_DEFAULT_LAYERS, target.num_layers)
+    layers = min(_DEFAULT_LAYERS, target.num_layers) if shape.layers is None else shape.layers
     taps = chosen_taps(target, shape.taps)
-    window = shape.windows
+    windows = layer_windows(shape, layers)
+    window = next((one for one in windows if one is not None), None)
     dflash: dict[str, Any] = {
         "target_layer_ids": list(taps),
         "mask_token_id": mask_token_id,
@@ -101,7 +130,7 @@ def drafter_config(
         "block_size": block_size,
         "attention_bias": False,
         "hidden_act": "silu",
-        "layer_types": [f"{'full' if window is None else 'sliding'}_attention"] * layers,
+        "layer_types": [f"{'full' if one is None else 'sliding'}_attention" for one in windows],
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         **_rope(text),

@@ -41,10 +41,11 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class Start:
-    """First weights by name, float32, and the parts that came from the target."""
+    """First weights by name, float32, and the names of those that came from the target."""
 
     weights: Weights
     taken: tuple[str, ...]
+    revision: str | None = None  # the commit of a drafter from the hub
 
 
 def new_model(config: DFlashConfig) -> DFlashModel:
@@ -143,16 +144,24 @@ def dense(module: nn.Module) -> mx.array | None:
 
 
 def drafter_start(
-    folder: Path, target: Target, seed: int, layers: int | None, parts: Mapping[str, Any] | None
+    folder: Path,
+    target: Target,
+    seed: int,
+    layers: int | None = None,
+    parts: Mapping[str, Any] | None = None,
+    block_size: int | None = None,
 ) -> tuple[dict[str, Any], Start]:
     """A drafter's config.json and weights, to be trained further for `target`.
 
     layers: more than it has adds some that change nothing yet. parts: DFlash 2's keys, for a v1
-    drafter that gets convolutions and a selector, which change nothing yet either.
+    drafter that gets convolutions and a selector, which change nothing yet either. block_size:
+    another than its own, since a block's masks differ by nothing but their positions.
     CheckpointError or MismatchError as when it is opened for generation; UsageError for one that
     brings its own tables or vocabulary, or has more layers or parts already.
     """
     stored = read_config(folder)
+    if block_size is not None:
+        stored = _with_block_size(stored, block_size)
     drafter = open_drafter(folder, target, dtype=mx.float32)
     known = {name: mx.array(array) for name, array in tree_flatten(drafter.model.parameters())}
     mx.eval(known)
@@ -183,6 +192,15 @@ def drafter_start(
                 mx.zeros(weights[name].shape) if silent else known.get(name_below, weights[name])
             )
     return grown, Start({**weights, **known}, ())
+
+
+def _with_block_size(stored: dict[str, Any], block_size: int) -> dict[str, Any]:
+    # In every place that states it, so that no reader finds the old number.
+    changed = {**stored, "block_size": block_size}
+    nested = stored.get("dflash_config")
+    if isinstance(nested, Mapping) and "block_size" in nested:
+        changed["dflash_config"] = {**nested, "block_size": block_size}
+    return changed
 
 
 def _grown_config(

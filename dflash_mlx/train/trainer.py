@@ -61,7 +61,7 @@ class Report:
     accuracy: list[float]  # of each row behind the anchor, of the blocks trained on
     tau: float | None
     best_tau: float
-    positions_a_second: float
+    positions_a_second: float  # rows with a label, of this run
     seconds_left: float
 
 
@@ -111,6 +111,7 @@ class Trainer:
         self._planned: tuple[int, list[list[Work]]] | None = None
         self._clock = time.monotonic()
         self._done_before = self.progress.step
+        self._positions = 0
 
     def run(self) -> Progress:
         """Train to the end, or until KeyboardInterrupt, which leaves a state to go on from."""
@@ -233,6 +234,7 @@ class Trainer:
         progress.step += 1
         progress.place += 1
         progress.add(result.loss, result.correct.tolist(), result.counted.tolist())
+        self._positions += int(result.counted.sum())
 
     def _measure(self) -> None:
         """Measure on held-out text, keep the drafter if it is the best, and save the state."""
@@ -240,7 +242,8 @@ class Trainer:
         whole = joined(sets)
         tau = whole.tokens_per_cycle
         progress = self.progress
-        if tau > progress.best_tau or not progress.history:
+        # With nothing held out there is no best one: the last is kept.
+        if tau > progress.best_tau or not progress.history or not sets:
             progress.best_tau, progress.best_step = tau, progress.step
             save_drafter(self.folder, self.task.stored_config, self.parameters)
         report = self._summary(tau)
@@ -269,7 +272,6 @@ class Trainer:
         seconds = time.monotonic() - self._clock
         done = progress.step - self._done_before
         pace = seconds / done if done else 0.0
-        positions = done * self.recipe.step_blocks * (self.recipe.block_size - 1)
         return Report(
             progress.step,
             self.steps,
@@ -277,7 +279,7 @@ class Trainer:
             progress.accuracy(),
             tau,
             progress.best_tau,
-            positions / seconds if seconds else 0.0,
+            self._positions / seconds if seconds else 0.0,
             pace * (self.steps - progress.step),
         )
 

@@ -1,0 +1,74 @@
+"""run.json: every setting of a training run, versions, and hashes of what it was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# This one comes first: it has to act before MLX is imported.
+from dflash_mlx import fast_blas
+
+# isort: split
+import mlx.core as mx
+
+from dflash_mlx.engine import Engine
+from dflash_mlx.loader import dtype_name
+from dflash_mlx.machine import versions
+from dflash_mlx.train.corpus import Text, digest
+from dflash_mlx.train.order import Order
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.start import Start
+from dflash_mlx.train.trainer import Task
+
+
+def described_run(
+    order: Order, engine: Engine, task: Task, recipe: Recipe, start: Start
+) -> dict[str, Any]:
+    """What run.json holds; it reads the files of prompts and answers for their hashes."""
+    return {
+        "target": task.described["target"],
+        "init": order.init,
+        "init_revision": start.revision,
+        "recipe": recipe.as_json(),
+        "gamma": recipe.decay,
+        "prompts": _files(order.prompts),
+        "answers": {
+            "files": _files(order.answers),
+            "temperature": order.temperature,
+            "max_answer": order.max_answer,
+            "thinking": order.thinking,
+            "slots": order.slots,
+        },
+        "features": {
+            "dtype": order.cache_dtype,
+            "online": order.online,
+            "top_k": order.top_k,
+            "cache_limit_gb": order.cache_limit_gb,
+        },
+        "memory_gb": order.memory_gb,
+        "dtype": dtype_name(engine.target.dtype),
+        "versions": versions(),
+        "machine": f"{platform.machine()} {platform.system()}",
+        "blas": fast_blas.CHOICE.name,
+        "device": str(mx.default_device()),
+        "trained": _described(task.trained),
+        "held_out": _described(task.held_out),
+    }
+
+
+def _files(files: Iterable[Path]) -> list[dict[str, str]]:
+    return [
+        {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        for file in files
+    ]
+
+
+def _described(texts: Sequence[Text]) -> dict[str, Any]:
+    return {
+        "texts": len(texts),
+        "answer_tokens": sum(len(text.answer_ids) for text in texts),
+        "sha256": digest(texts),
+    }
