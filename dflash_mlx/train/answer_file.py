@@ -73,9 +73,7 @@ class AnswerFile:
             try:
                 stored = {"thinking": None, **json.loads(beside.read_text(encoding="utf-8"))}
                 other = [
-                    f"{k}: {stored[k]} there, {v} now"
-                    for k, v in ours.items()
-                    if stored[k] != v
+                    f"{k}: {stored[k]} there, {v} now" for k, v in ours.items() if stored[k] != v
                 ]
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
