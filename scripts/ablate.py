@@ -23,8 +23,9 @@ from dflash_mlx.train.batches import (
 from dflash_mlx.train.blocks import BlockGroup, block_rows
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import Seen
-from dflash_mlx.train.loss import HeadSubset
+from dflash_mlx.train.loss import HeadSubset, Labels
 from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.replay import agreed
 from dflash_mlx.train.shape import Shape, second_parts
 from dflash_mlx.train.step import Objective
 from dflash_mlx.train.trainer import Trainer
@@ -55,6 +56,27 @@ def fused_rows(
         x = x + w.o_proj(seen.transpose(0, 2, 1, 3).reshape(blocks, rows, -1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return model.norm(x)
+
+
+def confidence_weights(logits: mx.array, labels: Labels) -> Labels:
+    """D-PACE: a row weighs what its being right adds to the expected accepted length.
+
+    With c = (1 + p(label)) / 2 of each row and π the product of c up to a row, row k weighs
+    Σ π over the rows k and behind. The sum of all weights stays what it was.
+    """
+    counted = labels.weights > 0
+    picked = mx.take_along_axis(logits, labels.hard[..., None], axis=-1)[..., 0]
+    sure = mx.where(counted, 0.5 + 0.5 * mx.exp(picked - mx.logsumexp(logits, axis=-1)), 1.0)
+    reached = mx.cumprod(sure, axis=-1) * counted
+    weights = mx.cumsum(reached, axis=-1, reverse=True) * counted
+    return replace(labels, weights=weights * (labels.weights.sum() / weights.sum()))
+
+
+def half_of_the_rows(logits: mx.array, labels: Labels) -> Labels:
+    """Loss on a random half of the positions, twice as heavy."""
+    key = mx.random.key(int(labels.hard.sum()))  # another half in every pass, the same in a rerun
+    chosen = mx.random.bernoulli(0.5, labels.weights.shape, key=key)
+    return replace(labels, weights=labels.weights * chosen * 2)
 
 
 class Blind:
@@ -97,6 +119,8 @@ class Variant:
     shape: dict[str, Any] = field(default_factory=dict)
     taps: tuple[int, ...] | None = None
     rows: Rows = block_rows
+    reweighed: Callable[[mx.array, Labels], Labels] | None = None
+    random: bool = False
     blind: bool = False
     uniform: bool = False
     verified: int | None = None  # rows that a cycle verifies, when fewer than trained
@@ -110,7 +134,9 @@ class VariantTrainer(Trainer):
         super().__init__(*run)
 
     def _objective(self, head: HeadSubset) -> Objective:
-        return replace(super()._objective(head), rows=self.variant.rows)
+        objective = replace(super()._objective(head), rows=self.variant.rows)
+        reweighed = self.variant.reweighed
+        return objective if reweighed is None else replace(objective, reweighed=reweighed)
 
     def _epoch(self, epoch: int) -> list[list[Work]]:
         recipe = self.recipe
@@ -138,11 +164,7 @@ class VariantTrainer(Trainer):
             done, length = 0, min(len(text.answer_ids), max_tokens) - 1
             while done < length:
                 follows = text.answer_ids[done + 1 : length + 1]
-                accepted = 0
-                while accepted < min(len(drafts[done]), len(follows)) and (
-                    drafts[done][accepted] == follows[accepted]
-                ):
-                    accepted += 1
+                accepted = agreed(drafts[done], follows)
                 emitted = min(accepted + 1, length - done)
                 cycles, tokens, done = cycles + 1, tokens + emitted, done + emitted
         return tokens / cycles
@@ -196,7 +218,10 @@ def variants(taps: tuple[int, ...]) -> list[Variant]:
         Variant("trained on blocks of 16, verifies 16", recipe={"block_size": 16}),
         Variant("soft labels only", recipe={"soft": 1.0}),
         Variant("half soft, half hard labels", recipe={"soft": 0.5}),
-        Variant("random start"),
+        Variant("D-PACE weights instead of decay", reweighed=confidence_weights),
+        Variant("loss on a random half of the rows", reweighed=half_of_the_rows),
+        Variant("loss over the whole vocabulary", recipe={"negatives": 10**9}),
+        Variant("random start", random=True),
         Variant("DFlash 2: convolutions, selector of rank 32", shape={"selector_rank": 32}),
     ]
 

@@ -66,7 +66,7 @@ def replay(
         if drafts:
             anchor = mx.array(answer[done - 1 : done], mx.int32)
             proposed = drafter.propose(anchor, drafts, None, cache).tokens.tolist()
-            accepted = _agreed(proposed, answer[done:])
+            accepted = agreed(proposed, answer[done:])
         emitted = min(accepted + 1, len(answer) - done)
         if drafts:
             result.accepts.append(accepted)
@@ -77,7 +77,7 @@ def replay(
     return result
 
 
-def _agreed(proposed: Sequence[int], follows: Sequence[int]) -> int:
+def agreed(proposed: Sequence[int], follows: Sequence[int]) -> int:
     """How many leading tokens are the same."""
     count = 0
     while count < min(len(proposed), len(follows)) and proposed[count] == follows[count]:

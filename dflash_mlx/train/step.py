@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -89,7 +89,10 @@ class Objective:
     head: HeadSubset
     soft_share: float
     dtype: mx.Dtype  # of the forward pass; parameters are float32 masters
-    rows: Callable[..., mx.array] = block_rows  # the drafter's pass; another one in comparisons
+    # Other ones in comparisons: the drafter's pass, and the labels' weights, which may depend on
+    # the logits of this pass.
+    rows: Callable[..., mx.array] = block_rows
+    reweighed: Callable[[mx.array, Labels], Labels] = lambda logits, labels: labels
 
     def __call__(
         self, parameters: Tree, work: Pass, scale: float
@@ -99,6 +102,7 @@ class Objective:
         x = self.embed(work.anchors)
         rows = self.rows(self.model, self.config, x, work.groups)[:, 1:]
         logits = draft_logits(self.config, rows, self.head.rows.astype(self.dtype))
+        work = replace(work, labels=self.reweighed(mx.stop_gradient(logits), work.labels))
         loss, correct = cross_entropy(logits, work.labels, self.soft_share)
         total = loss
         if isinstance(self.model, DFlash2Model):
