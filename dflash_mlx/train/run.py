@@ -76,6 +76,8 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     if len(texts) < 2:
         raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
     trained, held = split(texts, recipe.held_out)
+    if len(held) < recipe.held_out:
+        voice.say(f"{len(held)} texts are held out, not {recipe.held_out}: a quarter at most.")
     task = _task(order, engine, config, stored, trained, held, start, work, voice)
     streams = order.streams or _streams()
     recipe = _within_memory(order, recipe, task, start, streams, voice)
