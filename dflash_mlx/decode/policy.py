@@ -26,13 +26,17 @@ GAIN = 1.02
 LOSS, LOSS_SPAN = 0.0309, 64
 #: Share of the advance, and of what drafting has earned beyond it, that one cycle may lose. A
 #: cycle that stakes all of it can leave nothing to look with for the next 64 tokens.
-STAKE, EARNED_STAKE = 0.2, 0.5
+STAKE, EARNED_STAKE = 0.2, 0.6
 #: Savings kept to pay for unlucky cycles; more of them would make a change of text cost more.
 MOST_CREDIT = 16.0
 #: What a run of cycles has gained lately counts up to this; while it does, the run goes on.
 MOST_RUN = 1.5
 #: Plain steps before drafting is looked at again: at first, and at most after doubling.
-FIRST_REST, LONGEST_REST = 12, 512
+FIRST_REST, LONGEST_REST = 12, 256
+#: Cycles of a look where the credit allows: one refusal is common where drafting pays, too.
+LOOK_CYCLES = 2
+#: Plain steps that a run of cycles has to gain for its rest to be a short one again.
+WORTH_IT = 1.0
 #: Trials a look leaves of the past, so that a changed text shows at once.
 LOOK_TRIALS = 4.0
 
@@ -133,7 +137,8 @@ class Policy:
         self._rows: int | None = None  # of the head in use
         self._rest = FIRST_REST
         self._look_at = 0  # tokens emitted when drafting is looked at next
-        self._run = self._gained = 0.0  # plain steps gained since the last look, lately and in all
+        # plain steps gained since the last look, lately and in all, and its cycles
+        self._run, self._gained, self._cycles = 0.0, 0.0, 0
 
     def choose(self, heads: Sequence[Head], limit: int) -> Choice:
         """The next step. heads: the whole one first; limit: drafts still useful."""
@@ -146,12 +151,14 @@ class Policy:
             return Choice(0, 1.0, "plain")
         best = max(plans, key=lambda plan: plan.speed)
         if not self.block:
-            self._run = self._gained = 0.0
+            self._run, self._gained, self._cycles = 0.0, 0.0, 0
             self.block, self._rows = best.drafts, best.head.rows
             return best.choice("look")
         in_use = next(head for head in heads if head.rows == self._rows)
         speeds = self._speeds(in_use)
-        if max(speeds[min(self.block, len(speeds) - 1)], best.speed) < 1 and self._run <= 0:
+        losing = max(speeds[min(self.block, len(speeds) - 1)], best.speed) < 1
+        looked = self._cycles >= LOOK_CYCLES or self.credit < LOSS * LOSS_SPAN
+        if losing and self._run <= 0 and looked:
             self._stand_down()
             return Choice(0, 1.0, "resting")
         kept = [p for p in plans if p.head is in_use and p.drafts <= self.block]
@@ -170,6 +177,7 @@ class Policy:
         if choice.drafts:
             self._run = min(self._run + gain, MOST_RUN)
             self._gained += gain
+            self._cycles += 1
             self.acceptance.record(choice.drafts, accepted, outside)
 
     def _affordable(self, heads: Sequence[Head], most: int) -> list[_Plan]:
@@ -188,7 +196,7 @@ class Policy:
     def _stand_down(self) -> None:
         """Rest, and longer each time that drafting gained nothing."""
         self.block = 0
-        if self._gained > 0:
+        if self._gained > WORTH_IT:
             self._rest = FIRST_REST
         self._look_at = self.tokens + self._rest
         self._rest = min(2 * self._rest, LONGEST_REST)
