@@ -111,6 +111,7 @@ def full_head() -> Any:
 
 
 def test_reduced_vocabulary_drafts_target_ids(tmp_path: Path, reduced: DFlashDrafter) -> None:
+    assert reduced.head_rows is None  # its head knows no more tokens
     ours, whole = drafts(reduced), official(tmp_path / "a", full_head())
     known = mx.array(KNOWN)
     assert ours.shape == whole.shape
