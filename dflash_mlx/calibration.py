@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.nn as nn
@@ -25,6 +26,8 @@ from dflash_mlx.paths import home_dir
 
 #: what a first use spends on measuring
 FIRST_SECONDS = 4.0
+
+Say = Callable[[str], None]
 
 
 def calibration_file(target: Target, drafter: Drafter, block_size: int) -> Path:
@@ -52,12 +55,22 @@ def costs_of(
     *,
     seconds: float | None = None,
     anew: bool = False,
+    say: Say | None = None,
 ) -> tuple[Costs, str | None]:
-    """The stored costs, measured first where there are none or `anew`; and a warning, if any."""
+    """The stored costs, measured first where there are none or `anew`; and a warning, if any.
+
+    say: is told, before a measurement that nobody asked for, what the wait is for.
+    """
     file = calibration_file(target, drafter, block_size)
     if not anew and (stored := _read(file)) is not None:
         return stored, None
-    seconds = FIRST_SECONDS if seconds is None else seconds
+    if seconds is None:
+        seconds = FIRST_SECONDS
+        if say is not None:
+            say(
+                "Measuring once what drafting costs on this machine; `dflash-mlx calibrate` does "
+                "it more closely."
+            )
     costs = calibrate(target, drafter, guard, block_size=block_size, seconds=seconds)
     try:
         _write(file, costs)

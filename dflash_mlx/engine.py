@@ -15,10 +15,10 @@ from dflash_mlx.fast_blas import CHOICE as BLAS
 import mlx.core as mx
 
 from dflash_mlx import hub, kernels, registry
-from dflash_mlx.calibration import costs_of
+from dflash_mlx.calibration import Say
 from dflash_mlx.chat import Chat
-from dflash_mlx.decode.costs import Costs, Refined
-from dflash_mlx.decode.pace import FixedPace, Pace, PolicyPace, Trace
+from dflash_mlx.decode.costs import Costs
+from dflash_mlx.decode.pace import Trace
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
@@ -26,11 +26,13 @@ from dflash_mlx.draft.base import Drafter
 from dflash_mlx.drafting import Drafting, checked_block_size, choose_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.generate import Chunk, Completion, Transcript, answer
+from dflash_mlx.hub.request import say
 from dflash_mlx.loader import load_target
 from dflash_mlx.machine import versions
 from dflash_mlx.models.base import Target
 from dflash_mlx.models.exact import MAX_ROWS as EXACT_ROWS
 from dflash_mlx.models.exact import make_exact
+from dflash_mlx.pacing import Pacing
 from dflash_mlx.prompt import (
     Message,
     Prompt,
@@ -43,11 +45,6 @@ from dflash_mlx.prompt import (
 from dflash_mlx.tokenizer import Tokenizer, load_tokenizer
 
 Input = str | Sequence[Message] | Sequence[int]
-
-#: cycles a generation needs before its speed is compared with plain decoding
-COMPARED_CYCLES = 4
-#: share of plain decoding's speed below which choosing the block automatically has failed
-AUTOMATIC_SHARE = 0.97
 
 
 class Engine:
@@ -72,6 +69,7 @@ class Engine:
         revisions: tuple[str | None, str | None] = (None, None),
         exact: bool = False,
         path: Path | None = None,
+        say: Say | None = None,
     ) -> None:
         self.exact = exact
         self.path = path  # of the target: a folder or a GGUF file
@@ -82,14 +80,12 @@ class Engine:
         self.reason = reason
         self.model = model
         self.drafter_name = drafter_name
-        self.warnings = list(warnings)
+        self._warnings = list(warnings)
         #: the policy chooses the drafts of each step, up to block_size - 1
         self.automatic = block_size == "auto" and drafter is not None
         self.block_size = checked_block_size(block_size, drafter)
         if self.automatic and exact:
             self.block_size = min(self.block_size, EXACT_ROWS)
-        self._trace = trace
-        self._costs: Refined | None = None
         if exact and self.block_size > EXACT_ROWS:
             raise UsageError(
                 f"Exact mode verifies at most {EXACT_ROWS} rows and a block has {self.block_size}. "
@@ -99,7 +95,20 @@ class Engine:
         self._lock = threading.RLock()
         # MLX's default streams belong to their thread; this one serves whichever thread calls.
         self._stream = mx.new_thread_unsafe_stream(mx.default_device())
-        self._plain_seconds: dict[int, float] = {}  # by context length, in powers of two
+        self._pacing = Pacing(
+            target,
+            drafter,
+            self._guard,
+            self.block_size,
+            automatic=self.automatic,
+            trace=trace,
+            say=say,
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences a person should see with every answer."""
+        return self._warnings + self._pacing.warnings
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -150,7 +159,11 @@ class Engine:
     def new_session(self) -> Session:
         """An empty sequence for `answer`; its caches live until `free`."""
         return Session(
-            self.target, self.drafter, self._guard, block_size=self.block_size, pace=self._pace
+            self.target,
+            self.drafter,
+            self._guard,
+            block_size=self.block_size,
+            pace=self._pacing.pace,
         )
 
     def calibrate(self, seconds: float | None = None, *, anew: bool = False) -> Costs:
@@ -164,28 +177,7 @@ class Engine:
                 "calibrate. Name a drafter with --draft."
             )
         with self._lock:
-            if self._costs is None or anew:
-                costs, warning = costs_of(
-                    self.target,
-                    self.drafter,
-                    self._guard,
-                    self.block_size,
-                    seconds=seconds,
-                    anew=anew,
-                )
-                self._costs = Refined(costs)
-                self.warnings += [warning] if warning else []
-            return self._costs.costs
-
-    def _pace(self, params: SamplingParams) -> Pace:
-        if not self.automatic or self.block_size < 2:
-            return FixedPace(self.block_size)
-        costs = self.calibrate()
-        assert self._costs is not None
-        # A seed repeats a run, so its choices may not depend on how long steps take.
-        frozen = params.seed is not None
-        refined = Refined(costs, frozen=True) if frozen else self._costs
-        return PolicyPace(self.block_size, refined, self._trace)
+            return self._pacing.costs(seconds, anew=anew)
 
     def _alone(
         self, session: Session, answer: Generator[Chunk, None, None]
@@ -271,7 +263,7 @@ class Engine:
             versions=dict(self._versions),
             blas=f"{BLAS.name}: {BLAS.reason}",
             kernels=kernels.status(),
-            warnings=list(self.warnings),
+            warnings=self.warnings,
         )
 
     def answer(
@@ -287,7 +279,7 @@ class Engine:
         """Chunks of an answer in a session of this engine; UsageError for unusable stops."""
         params = sampling or SamplingParams()
         stops = checked_stops(stop)
-        if self.automatic and self.block_size > 1:
+        if self._pacing.automatic:
             self.calibrate()  # here, or a first answer's clock would count the measuring
         stats = stats if stats is not None else self.new_stats()
         if idle := params.without_effect():
@@ -311,23 +303,7 @@ class Engine:
         stats.kernels = kernels.status()
         for sentence in (*self.warnings, *kernels.rejections()):
             stats.warn(sentence)
-        self._compare_with_plain(session, stats)
-
-    def _compare_with_plain(self, session: Session, stats: GenerationStats) -> None:
-        """Say plainly when drafting cost time; plain steps are timed once a context size."""
-        speed = stats.generation_tps
-        if stats.cycles < COMPARED_CYCLES or speed is None or not session.ids:
-            return
-        bucket = len(session.ids).bit_length()
-        if bucket not in self._plain_seconds:
-            self._plain_seconds[bucket] = session.time_plain_step()
-        stats.plain_tps = 1 / self._plain_seconds[bucket]
-        # The policy decodes plainly where that pays; what it lost in looking is within its bound.
-        if speed < stats.plain_tps * (AUTOMATIC_SHARE if self.automatic else 1):
-            stats.warn(
-                f"DFlash was slower here: {speed:.1f} tok/s, where plain decoding makes about "
-                f"{stats.plain_tps:.1f} tok/s. Use --no-draft for text like this."
-            )
+        self._pacing.compare_with_plain(session, stats)
 
 
 def load(
@@ -393,4 +369,5 @@ def load(
         revisions=(fetched.revision, chosen.revision),
         exact=exact,
         path=fetched.path,
+        say=say if progress else None,
     )

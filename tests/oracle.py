@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.draft.base import DraftCache, DraftSampling, Proposal
+from dflash_mlx.draft.base import DraftCache, DraftSampling, Proposal, ReducedHead
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
 
@@ -114,6 +114,7 @@ class OracleDrafter:
     ) -> None:
         self.block_size = block_size
         self.taps = tuple(taps)
+        self.head_rows = None
         self.prompt_length = prompt_length
         self.continuation = list(continuation)
         self.vocab_size = vocab_size
@@ -147,8 +148,14 @@ class OracleDrafter:
         self.observes += 1
 
     def propose(
-        self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: DraftCache
+        self,
+        anchor: mx.array,
+        n: int,
+        sampling: DraftSampling | None,
+        cache: DraftCache,
+        head: ReducedHead | None = None,
     ) -> Proposal:
+        assert head is None, "a head that this drafter has not offered"
         assert 1 <= n < self.block_size, f"{n} drafts of a block of {self.block_size}"
         assert anchor.shape == (1,), f"anchor of shape {anchor.shape}"
         assert isinstance(cache, OracleCache)

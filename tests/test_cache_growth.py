@@ -54,9 +54,12 @@ class Planned:
     def __init__(self, drafter: Any, token: int) -> None:
         self._drafter, self._token, self._proposals = drafter, token, 0
         self.block_size, self.taps = drafter.block_size, drafter.taps
+        self.head_rows = None
         self.make_cache, self.observe = drafter.make_cache, drafter.observe
 
-    def propose(self, anchor: mx.array, n: int, sampling: Any, cache: Any) -> Proposal:
+    def propose(
+        self, anchor: mx.array, n: int, sampling: Any, cache: Any, head: Any = None
+    ) -> Proposal:
         tokens = mx.full((n,), self._token, mx.int32)
         self._proposals += 1
         if self._proposals % 8 == 1:  # what it writes is the same each time, and takes long

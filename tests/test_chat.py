@@ -32,7 +32,7 @@ class CountingTarget:
 class GuessingDrafter:
     """Guesses that the last token repeats; its context must be as long as the target's."""
 
-    taps, block_size = TAPS, 5
+    taps, block_size, head_rows = TAPS, 5, None
 
     def __init__(self, target) -> None:
         self.width = len(TAPS) * target.hidden_size
@@ -46,7 +46,7 @@ class GuessingDrafter:
         assert features.shape[2] == self.width
         cache.length += features.shape[1]
 
-    def propose(self, anchor, n, sampling, cache):
+    def propose(self, anchor, n, sampling, cache, head=None):
         import mlx.core as mx
 
         return Proposal(mx.repeat(anchor, n), None, mx.array(True))

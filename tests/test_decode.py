@@ -229,7 +229,7 @@ class NaNDrafter(OracleDrafter):
 
     sick_from = 2
 
-    def propose(self, anchor, n, sampling, cache):
+    def propose(self, anchor, n, sampling, cache, head=None):
         proposal = super().propose(anchor, n, sampling, cache)
         if self.proposes <= self.sick_from:
             return proposal

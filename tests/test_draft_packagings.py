@@ -111,6 +111,7 @@ def full_head() -> Any:
 
 
 def test_reduced_vocabulary_drafts_target_ids(tmp_path: Path, reduced: DFlashDrafter) -> None:
+    assert reduced.head_rows is None  # its head knows no more tokens
     ours, whole = drafts(reduced), official(tmp_path / "a", full_head())
     known = mx.array(KNOWN)
     assert ours.shape == whole.shape
@@ -131,7 +132,7 @@ def test_reduced_vocabulary_draws_only_what_it_knows(reduced: DFlashDrafter) -> 
     reduced.observe(mx.array(tiny.context_features(tiny.drafter_config(), 9))[None], cache)
     params = SamplingParams(temperature=1.5, top_p=0.95, min_p=0.01)
     for seed in range(20):
-        sampling = DraftSampling(1.5, mx.random.key(seed), lambda x: probabilities(x, params))
+        sampling = DraftSampling(1.5, mx.random.key(seed), lambda x, _: probabilities(x, params))
         proposal = reduced.propose(mx.array([9]), 4, sampling, cache)
         assert set(proposal.tokens.tolist()) <= set(KNOWN)
         assert proposal.probs is not None

@@ -190,7 +190,7 @@ def test_sampled_proposal_draws_each_row_from_its_filtered_probabilities(drafter
     cache = drafter.make_cache()
     drafter.observe(features_of(drafter, 13), cache)
 
-    def three_best(logits: mx.array) -> mx.array:
+    def three_best(logits: mx.array, ids: mx.array | None = None) -> mx.array:
         floor = mx.sort(logits, axis=-1)[:, -3:-2]
         return mx.softmax(mx.where(logits >= floor, logits / 2.0, -mx.inf), axis=-1)
 

@@ -127,10 +127,10 @@ def test_slower_drafting_is_said(dflash, monkeypatch):
     from dflash_mlx.decode.session import Session
 
     monkeypatch.setattr(Session, "time_plain_step", lambda self: 1e-9)
-    dflash._plain_seconds.clear()
+    dflash._pacing._plain_seconds.clear()
     stats = dflash.generate(PROMPT, max_tokens=N).stats
     assert [w for w in stats.warnings if w.startswith("DFlash was slower here: ")]
-    dflash._plain_seconds.clear()
+    dflash._pacing._plain_seconds.clear()
     monkeypatch.setattr(Session, "time_plain_step", lambda self: 1e9)
     dflash.drafter.proposes = 0
     assert not dflash.generate(PROMPT, max_tokens=N).stats.warnings

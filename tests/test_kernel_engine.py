@@ -45,9 +45,10 @@ class Coached:
         self.block_size, self.taps = drafter.block_size, drafter.taps
         self.make_cache, self.observe = drafter.make_cache, drafter.observe
         self.drafts: list[list[int]] = []
+        self.head_rows = None
 
     def propose(
-        self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: Any
+        self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: Any, head: Any = None
     ) -> Proposal:
         proposal = self.drafter.propose(anchor, n, sampling, cache)
         accepted = ACCEPTS[len(self.drafts) % len(ACCEPTS)]

@@ -17,8 +17,19 @@ from tiny_engine import tiny_engine
 from dflash_mlx import calibration, cli, engine
 from dflash_mlx.cli.calibrate import rows_of
 from dflash_mlx.cli.chat import _trace_writer
+from dflash_mlx.decode import calibrate as calibrating
+from dflash_mlx.decode import words
 from dflash_mlx.decode.calibrate import REPEATS, calibrate
-from dflash_mlx.decode.costs import OUTLIER, Costs, Measured, Refined
+from dflash_mlx.decode.costs import (
+    ENOUGH_TIMINGS,
+    LASTING,
+    OUTLIER,
+    PLAIN_TIMINGS,
+    Costs,
+    HeadCost,
+    Measured,
+    Refined,
+)
 from dflash_mlx.decode.pace import PolicyPace
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import MOST_WAITING, Session
@@ -42,9 +53,21 @@ def test_between_measurements_costs_are_on_straight_lines() -> None:
 
 
 def test_costs_survive_storage_and_their_name_tells_them_apart() -> None:
-    again = Costs.from_json(json.loads(json.dumps(CHEAP.to_json())))
-    assert again == CHEAP
-    assert again.digest == CHEAP.digest != DEAR.digest
+    reduced = Costs(CHEAP.measured, HeadCost(1000, 200, {1: 0.05, 7: 0.08}))
+    for costs in (CHEAP, reduced):
+        assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+    assert len({CHEAP.digest, DEAR.digest, reduced.digest}) == 3
+
+
+def test_a_reduced_head_saves_by_its_rows_and_never_more_than_drafting() -> None:
+    costs = Costs(
+        (Measured(64, 2.0, {1: 3.0, 3: 4.0}, 0.5),), HeadCost(1000, 200, {1: 0.2, 3: 0.4})
+    )
+    assert costs.table(64, 200) == pytest.approx([1, 1.4, 1.6, 1.8])
+    assert costs.table(64, 600) == pytest.approx([1, 1.45, 1.675, 1.9])  # half as many fewer
+    assert costs.table(64, 1000) == costs.table(64)
+    dear = Costs(costs.measured, HeadCost(1000, 200, {1: 0.7, 3: 0.9}))
+    assert dear.table(64, 200) == pytest.approx([1, 1.25, 1.5, 1.75])
 
 
 @pytest.mark.parametrize(
@@ -53,10 +76,18 @@ def test_costs_survive_storage_and_their_name_tells_them_apart() -> None:
         [],
         {},
         None,
-        [{"context": 64}],
-        [{"context": 64, "plain": -1, "cycles": {"1": 1}, "drafting": 1}],
-        [{"context": 64, "plain": 1, "cycles": {}, "drafting": 1}],
-        CHEAP.to_json() * 2,
+        {"measured": [], "head": None},
+        {"measured": CHEAP.to_json()["measured"]},
+        *(
+            {"measured": [measured], "head": None}
+            for measured in (
+                {"context": 64},
+                {"context": 64, "plain": -1, "cycles": {"1": 1}, "drafting": 1},
+                {"context": 64, "plain": 1, "cycles": {}, "drafting": 1},
+            )
+        ),
+        {"measured": CHEAP.to_json()["measured"] * 2, "head": None},
+        CHEAP.to_json() | {"head": {"whole": 8, "reduced": 8, "saved": {"1": 0.1}}},
     ],
 )
 def test_damaged_costs_are_refused(document: object) -> None:
@@ -68,14 +99,44 @@ def test_costs_follow_the_clock_unless_frozen() -> None:
     moving, frozen = Refined(CHEAP), Refined(CHEAP, frozen=True)
     for _ in range(60):
         for costs in (moving, frozen):
-            costs.timed(64, 7, 2.8)  # twice the calibration's 1.4
             costs.timed(64, 0, 1.0)
+            costs.timed(64, 7, 2.8)  # twice the calibration's 1.4
     assert frozen.table(64) == CHEAP.table(64)
     assert moving.table(64)[7] == pytest.approx(2.8, rel=0.01)
     assert moving.table(64)[0] == 1
     before = moving.table(64)[7]
     moving.timed(64, 7, 1000.0)  # the machine slept
     assert moving.table(64)[7] < before * (1 + 0.11 * OUTLIER)
+
+
+def test_a_grown_context_is_not_taken_for_dear_drafting() -> None:
+    """Everything takes three times as long at 4096 tokens, where nothing was calibrated."""
+    costs = Refined(CHEAP)
+    for _ in range(PLAIN_TIMINGS):
+        costs.timed(64, 0, 1.0)
+    for context in range(65, 4097):
+        costs.timed(context, 7, 1.4 * (1 + 2 * (context - 64) / 4032))
+    assert costs.table(4096)[7] == pytest.approx(1.4, rel=0.1)
+    for _ in range(ENOUGH_TIMINGS):
+        costs.timed(4096, 0, 3.0)
+    before = costs.table(4096)[7]
+    costs.timed(4096, 7, 4.2)
+    assert abs(costs.table(4096)[7] - 1.4) <= abs(before - 1.4) + 1e-9
+    for _ in range(60):
+        costs.timed(4096, 0, 3.0)
+        costs.timed(4096, 7, 8.4)  # now drafting has really become dear
+    assert costs.table(4096)[7] == pytest.approx(2.8, rel=0.01)
+
+
+def test_a_machine_that_slows_down_is_not_taken_for_dear_drafting() -> None:
+    costs = Refined(CHEAP)
+    for _ in range(ENOUGH_TIMINGS):
+        costs.timed(64, 0, 1.0)
+    for _ in range(LASTING):
+        costs.timed(64, 7, 1.4)
+    for _ in range(400):
+        costs.timed(64, 7, 5.0)  # hot: no plain step was timed for long
+    assert costs.table(64)[7] == pytest.approx(1.4)
 
 
 @cache
@@ -99,7 +160,10 @@ def run_with(costs: Costs, plan: list[int], n: int, params=None):
     lines: list[str] = []
     refined = Refined(costs, frozen=True)
     session = Session(
-        target, drafter, nullcontext, pace=lambda _: PolicyPace(8, refined, lines.append)
+        target,
+        drafter,
+        nullcontext,
+        pace=lambda _, words: PolicyPace(8, refined, words, lines.append),
     )
     stats = GenerationStats()
     steps = session.run(prompt, params or SamplingParams(), n, (), stats)
@@ -165,15 +229,52 @@ def test_calibration_times_whole_steps(pair) -> None:
     )
     (one,) = costs.measured
     assert (one.context, one.plain, one.drafting) == (64, 1, 1)
-    assert one.cycles == {1: 1, 2: 1, 3: 1, 4: 1}
-    assert next(ticks) == 3 + 2 * REPEATS * 6
+    assert one.cycles == {1: 1, 4: 1}  # the time was up: the ends of the curve only
+    assert costs.head is None  # too small a vocabulary
+    assert next(ticks) < 20
+
+
+def test_without_haste_every_number_of_rows_is_timed_and_the_head_too(pair, monkeypatch) -> None:
+    target, drafter = pair
+    monkeypatch.setattr(words, "SIZES", (8, 12, 24))
+    ticks = iter(range(10**6))
+    costs = calibrate(
+        target, drafter, nullcontext, block_size=BLOCK, seconds=60, clock=lambda: float(next(ticks))
+    )
+    assert costs.measured[0].cycles == {1: 1, 2: 1, 3: 1, 4: 1}
+    assert costs.head == HeadCost(48, 12, {1: 0, 4: 0})
+
+
+def test_plain_steps_are_timed_as_the_loop_runs_them(pair, monkeypatch) -> None:
+    """Each is launched before the one ahead of it is read, and its features are tapped."""
+    target, drafter = pair
+    events = []
+    real = calibrating.launch
+
+    def launch(*given):
+        flight = real(*given)
+        if not given[-1]:
+            events.append("launch")
+            assert flight.features is not None
+            read = type(flight).read
+            monkeypatch.setattr(
+                type(flight), "read", lambda self: events.append("read") or read(self)
+            )
+        return flight
+
+    monkeypatch.setattr(calibrating, "launch", launch)
+    bench = calibrating._Bench(target, drafter, lambda: 0.0, 1.0)
+    bench.fill(8)
+    bench._plain()
+    assert events[:2] == ["launch", "launch"]
+    assert bench.cache.length == bench.draft_cache.length == 8 + 1 + REPEATS
 
 
 def test_calibration_reaches_longer_contexts_with_more_time(pair) -> None:
     ticks = iter(range(10**6))
     target, drafter = pair
     costs = calibrate(
-        target, drafter, nullcontext, block_size=3, seconds=90, clock=lambda: float(next(ticks))
+        target, drafter, nullcontext, block_size=3, seconds=120, clock=lambda: float(next(ticks))
     )
     contexts = [m.context for m in costs.measured]
     assert contexts == [64 * 2**i for i in range(len(contexts))]
@@ -189,8 +290,10 @@ def test_calibrations_are_kept_and_read_again(pair, monkeypatch, tmp_path) -> No
     def costs(**options):
         return calibration.costs_of(target, drafter, nullcontext, BLOCK, **options)
 
-    assert costs() == costs() == (CHEAP, None)
-    assert len(made) == 1
+    said: list[str] = []
+    assert costs(say=said.append) == costs(say=said.append) == (CHEAP, None)
+    assert len(made) == len(said) == 1
+    assert said[0].startswith("Measuring once what drafting costs on this machine")
     costs(anew=True)
     assert len(made) == 2
     file = calibration.calibration_file(target, drafter, BLOCK)
@@ -220,8 +323,8 @@ def test_an_engine_calibrates_at_its_first_use_and_a_seed_freezes(pair, tmp_path
     fixed = tiny_engine(tmp_path, target=target, drafter=drafter, block_size=3)
     assert fixed.generate(ids, max_tokens=12).stats.block_policy == "blocks of 3"
     params = SamplingParams(seed=1)
-    assert made._pace(params)._costs.frozen
-    assert not made._pace(SamplingParams())._costs.frozen
+    assert made._pacing.pace(params, None)._costs.frozen
+    assert not made._pacing.pace(SamplingParams(), None)._costs.frozen
     with pytest.raises(UsageError, match="nothing to calibrate"):
         tiny_engine(tmp_path, target=target).calibrate()
     assert np.isfinite([m.plain for m in made.calibrate().measured]).all()
@@ -239,9 +342,9 @@ def test_the_command_measures_and_names_the_costs(pair, tmp_path, monkeypatch, c
     monkeypatch.setattr(engine, "load", lambda name, **options: made)
     assert command("calibrate", "m", "--seconds", "0.01", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert Costs.from_json(found["measured"]).digest == found["calibration"]
+    assert Costs.from_json(found).digest == found["calibration"]
     assert found["calibration"] == made.calibrate().digest
-    assert rows_of(DEAR.to_json())[1] == ["64", "1000.00", "0.50", "1.60", "3.00"]
+    assert rows_of(DEAR.to_json()["measured"])[1] == ["64", "1000.00", "0.50", "1.60", "3.00"]
     assert command("calibrate", "m", "--seconds", "0") == 2
     assert "--seconds is 0.0" in capsys.readouterr().err
 

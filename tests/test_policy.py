@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 
@@ -15,8 +15,11 @@ from dflash_mlx.decode.policy import (
     LOSS,
     LOSS_SPAN,
     MOST_CREDIT,
+    PRIOR,
+    PRIOR_TRIALS,
     Acceptance,
     Choice,
+    Head,
     Policy,
 )
 
@@ -90,9 +93,9 @@ class Played:
     def play(
         self, costs: Sequence[float], accepts: Accepts, *, steps: int = 0, tokens: int = 0
     ) -> Played:
-        goal = len(self.steps) + steps
+        goal, heads = len(self.steps) + steps, [Head(costs)]
         while len(self.steps) < goal or self.policy.tokens < tokens:
-            choice = self.policy.choose(costs, 99)
+            choice = self.policy.choose(heads, 99)
             accepted = accepts(choice.drafts)
             self.policy.record(choice, accepted, accepted + 1)
             self.clock += costs[choice.drafts]
@@ -105,34 +108,83 @@ class Played:
         made = sum(true[drafts] * cost for drafts, cost, _ in span)
         return 1 - made / (sum(cost for _, cost, _ in span) * max(true))
 
+    def lowest(self, tokens: int) -> float:
+        """Lowest speed to plain decoding's over the whole text so far, from that length on."""
+        clock, lowest = 0.0, float("inf")
+        for _, cost, length in self.steps:
+            clock += cost
+            if length >= tokens:
+                lowest = min(lowest, length / clock)
+        return lowest
+
+    def changes(self, start: int, stop: int) -> int:
+        drafts = [d for d, _, _ in self.steps[start:stop]]
+        return sum(a != b for a, b in itertools.pairwise(drafts))
+
 
 def play(costs: Sequence[float], accepts: Accepts, **length: int) -> Played:
     return Played(Policy(len(costs) - 1)).play(costs, accepts, **length)
 
 
+SEEDS = 20
+
+
+@cache
+def games(shape: str) -> list[Played]:
+    costs, chances = SHAPES[shape]
+    return [play(costs, chance(chances, seed), steps=300) for seed in range(SEEDS)]
+
+
+def nearly_all(values: Sequence[float]) -> float:
+    """The second worst of 20: 95 % are at least as good.
+
+    A generation must not fall below 0.97 of plain decoding. A drafter whose first drafts are
+    refused by bad luck looks like one that never pays, and once the first 64 tokens' allowance is
+    gone nothing can be tried before they are over. So the worst seeds of any policy that keeps
+    this promise lose more where drafting pays, the fewer the longer the quantile is made.
+    """
+    return sorted(values)[-2]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_best_block_is_found_kept_and_hardly_missed(shape: str) -> None:
+def test_without_luck_the_best_block_is_found_kept_and_hardly_missed(shape: str) -> None:
     costs, chances = SHAPES[shape]
     true = speeds(costs, chances)
-    played = play(costs, evenly(chances), steps=400)
+    played = play(costs, evenly(chances), steps=300)
     assert played.regret(true, 20, 40) < 0.03
     assert played.regret(true, 0, 200) < 0.03
-    assert played.regret(true, 200, 400) < 0.03
+    assert played.regret(true, 200, 300) < 0.03
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_luck_changes_little(shape: str) -> None:
-    costs, chances = SHAPES[shape]
-    true = speeds(costs, chances)
-    games = [play(costs, chance(chances, seed), steps=400) for seed in range(9)]
-    assert statistics.median(g.regret(true, 0, 200) for g in games) < 0.03
-    assert statistics.median(g.regret(true, 200, 400) for g in games) < 0.03
-    drafts = [[d for d, _, _ in g.steps[200:]] for g in games]
-    changes = [sum(a != b for a, b in itertools.pairwise(d)) for d in drafts]
-    assert statistics.median(changes) <= 12  # of 200 steps: looks, and visits to later positions
+def test_with_luck_too(shape: str) -> None:
+    true = speeds(*SHAPES[shape])
+    played = games(shape)
+    assert nearly_all([g.regret(true, 200, 300) for g in played]) < 0.03
+    assert nearly_all([g.regret(true, 0, 200) for g in played]) < 0.05
+    assert sorted(g.regret(true, 0, 200) for g in played)[SEEDS // 2] < 0.02
+    assert sorted(g.regret(true, 20, 40) for g in played)[SEEDS // 2] < 0.03
+    assert max(g.changes(200, 300) for g in played) <= 8  # looks, visits to later positions
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_generation_falls_below_what_it_may_lose(shape: str) -> None:
+    """Every seed of every shape, from the first token for which 0.97 is promised."""
+    assert min(g.lowest(LOSS_SPAN) for g in games(shape)) >= 0.97
+
+
+def test_the_promise_begins_as_early_as_a_look_allows() -> None:
+    """A refused cycle of cost c leaves 0.97 at t tokens only if t >= (c - 1) / (1 / 0.97 - 1)."""
+    assert LOSS_SPAN <= 64
+    assert LOSS <= 1 / 0.97 - 1 < LOSS + 1e-4  # all of it may be used
+    dear = rising(8, 1.5, 0.5)  # 2 plain steps lost with one draft: 64.7 tokens
+    played = play(dear, lambda drafts: 0, tokens=400)
+    first = next(i for i, (drafts, _, _) in enumerate(played.steps) if drafts)
+    assert 64 <= played.steps[first][2] <= 67
+    assert played.lowest(1) >= 0.97
+
+
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     ("costs", "likely"),
     [
@@ -140,18 +192,17 @@ def test_luck_changes_little(shape: str) -> None:
         (rising(16, 2.0, 0.3), 0.3),  # a look costs more than two plain steps
         (rising(8, 3.0, 0.5), 0.05),
         (rising(16, 0.1, 0.02), 0.0),
+        (rising(16, 0.3, 0.05), 0.2),
     ],
 )
 def test_prose_is_never_much_slower_than_plain(
     costs: list[float], likely: float, seed: int
 ) -> None:
-    played = play(costs, chance([likely] * (len(costs) - 1), seed), tokens=500)
+    played = play(costs, chance([likely] * (len(costs) - 1), seed), tokens=400)
     assert any(drafts for drafts, _, _ in played.steps)  # it did look
-    clock = 0.0
-    for _, cost, tokens in played.steps:
-        clock += cost
-        if tokens >= LOSS_SPAN:
-            assert tokens / clock >= 0.97
+    assert played.lowest(LOSS_SPAN) >= 0.97
+    true = speeds(costs, [likely] * (len(costs) - 1))
+    assert played.regret(true, 200, len(played.steps)) < 0.05
 
 
 def test_looks_become_rare_and_stay_bounded() -> None:
@@ -161,7 +212,7 @@ def test_looks_become_rare_and_stay_bounded() -> None:
     gaps = [b - a for a, b in itertools.pairwise(looks)]
     assert gaps[0] <= LOSS_SPAN
     assert LONGEST_REST <= gaps[-1] < LONGEST_REST + 20
-    assert len(looks) <= 14
+    assert len(looks) <= 4000 // LONGEST_REST + 5
 
 
 def test_drafting_resumes_and_stands_down_as_the_text_changes() -> None:
@@ -170,7 +221,7 @@ def test_drafting_resumes_and_stands_down_as_the_text_changes() -> None:
     for seed in range(5):
         game = play(costs, chance([0.2] * 15, seed), tokens=300)
         at = len(game.steps)
-        game.play(costs, chance([0.9] * 15, seed), tokens=300 + LONGEST_REST + 400)
+        game.play(costs, chance([0.9] * 15, seed), tokens=300 + LONGEST_REST + 650)
         assert game.regret(true, len(game.steps) - 60, len(game.steps)) < 0.05
         assert game.policy.tokens / game.clock > 1.1
         before, at = game.clock, game.policy.tokens
@@ -179,21 +230,83 @@ def test_drafting_resumes_and_stands_down_as_the_text_changes() -> None:
 
 
 def test_a_refused_cycle_is_never_run_beyond_the_credit() -> None:
-    policy, costs = Policy(15), rising(16, 2.5, 0.4)
+    policy, heads = Policy(15), [Head(rising(16, 2.5, 0.4))]
     for step in range(2000):
-        choice = policy.choose(costs, 15)
+        choice = policy.choose(heads, 15)
         assert choice.cost - 1 <= policy.credit
         policy.record(choice, 0, 1)
         assert policy.credit >= -1e-9, step
 
 
+def heads_of(saved: float, covered: float) -> list[Head]:
+    whole = rising(8, 0.5, 0.05)
+    return [Head(whole), Head([1.0, *(cost - saved for cost in whole[1:])], 4096, covered)]
+
+
+def play_heads(
+    heads: Sequence[Head], likely: float, covered: float, seed: int, steps: int
+) -> list[Choice]:
+    """The choices where the text's tokens are in the reduced head with chance `covered`."""
+    policy, source, choices = Policy(7), random.Random(seed), []
+    for _ in range(steps):
+        choice = policy.choose(heads, 99)
+        accepted, outside = 0, False
+        for _ in range(choice.drafts):
+            outside = choice.rows is not None and source.random() >= covered
+            if outside or source.random() >= likely:
+                break
+            accepted += 1
+        policy.record(choice, accepted, accepted + 1, outside)
+        choices.append(choice)
+    return choices
+
+
+@pytest.mark.parametrize(
+    ("saved", "covered", "reduced"),
+    [
+        (0.3, 0.99, True),  # saves a sixth of a cycle, loses little
+        (0.3, 0.7, False),
+        (0.02, 0.9, False),
+        (-0.1, 1.0, False),  # a smaller head that is dearer
+    ],
+)
+def test_a_reduced_head_is_used_where_its_saving_beats_what_it_loses(
+    saved: float, covered: float, reduced: bool
+) -> None:
+    for seed in range(4):
+        late = play_heads(heads_of(saved, covered), 0.85, covered, seed, 120)[40:]
+        share = sum(c.rows == 4096 for c in late) / sum(c.drafts > 0 for c in late)
+        assert share > 0.9 if reduced else share < 0.1
+
+
+def test_the_head_may_make_drafting_pay() -> None:
+    """With the whole head no block pays; the reduced one's cycles are cheaper."""
+    heads = heads_of(0.45, 0.98)
+    late = play_heads(heads, 0.4, 0.98, 1, 400)[200:]
+    assert max(speeds(heads[0].costs, [0.4] * 7)[1:]) < 1.05
+    assert sum(c.rows == 4096 for c in late) > 100
+
+
+def test_a_correction_that_the_head_did_not_know_is_no_refusal() -> None:
+    acceptance = Acceptance(4)
+    before = acceptance.chances()
+    acceptance.record(4, 0, outside=True)
+    assert acceptance.chances() == pytest.approx(before)
+    acceptance.record(4, 2, outside=True)
+    assert [
+        round(t - p) for t, p in zip(acceptance.tried, (PRIOR_TRIALS, 0, 0, 0), strict=True)
+    ] == [1, 1, 0, 0]
+    assert acceptance.tokens(0.5)[1] == 1 + 0.5 * acceptance.chances()[0]
+
+
 def test_positions_behind_the_first_correction_are_not_judged() -> None:
     acceptance = Acceptance(4)
     acceptance.record(4, 1)
-    assert acceptance.tried == [1, 1, 0, 0]
-    assert acceptance.agreed == [1, 0, 0, 0]
+    known = PRIOR_TRIALS * 0.98
+    assert acceptance.tried == pytest.approx([1 + known, 1, 0, 0])
+    assert acceptance.agreed == pytest.approx([1 + known * PRIOR, 0, 0, 0])
     acceptance.record(2, 2)  # all of two: the third was not drafted, so it says nothing of it
-    assert [round(t) for t in acceptance.tried] == [2, 2, 0, 0]
+    assert [round(t) for t in acceptance.tried] == [6, 2, 0, 0]
     chances = acceptance.chances()
     assert chances[0] > chances[1]
     assert chances[2] == chances[3] == chances[1]  # nothing known: like the one before
@@ -217,9 +330,9 @@ def test_old_counts_fade() -> None:
 def test_the_limit_and_a_short_cost_table_bound_the_block() -> None:
     policy = Policy(15)
     policy.record(Choice(15, 1.0, "look"), 15, 16)
-    assert policy.choose(rising(16, 0.1, 0.01), 3).drafts == 3
-    assert policy.choose(rising(6, 0.1, 0.01), 15).drafts == 5
-    assert policy.choose(rising(16, 0.1, 0.01), 0) == Choice(0, 1.0, "plain")
+    assert policy.choose([Head(rising(16, 0.1, 0.01))], 3).drafts == 3
+    assert policy.choose([Head(rising(6, 0.1, 0.01))], 15).drafts == 5
+    assert policy.choose([Head(rising(16, 0.1, 0.01))], 0) == Choice(0, 1.0, "plain")
 
 
 def test_choices_are_functions_of_counts_and_costs() -> None:

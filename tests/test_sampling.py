@@ -155,6 +155,7 @@ class TableDrafter:
     """Draws every draft of a block from one fixed distribution, through the target's filters."""
 
     taps = (0,)
+    head_rows = None
     block_size = 4
 
     def __init__(self, logits: np.ndarray) -> None:
@@ -166,7 +167,7 @@ class TableDrafter:
     def observe(self, features, cache):
         pass
 
-    def propose(self, anchor, n, sampling, cache):
+    def propose(self, anchor, n, sampling, cache, head=None):
         q = sampling.probabilities(mx.broadcast_to(self.logits, (n, VOCAB)))
         return Proposal(draw(q, sampling.key), q, mx.array(True))
 

@@ -115,6 +115,8 @@ def stats_rows(stats: dict[str, Any]) -> list[tuple[str, str]]:
             ("tokens per cycle", f"{stats['tokens_per_cycle']:.2f} over {stats['cycles']} cycles"),
             ("accepted", f"{stats['accepted']} of {stats['drafted']} drafted tokens"),
         ]
+    if stats["reduced_cycles"]:
+        rows.append(("draft head", f"reduced in {stats['reduced_cycles']} of these cycles"))
     if stats["block_policy"]:
         named = f", calibration {stats['calibration']}" if stats["calibration"] else ""
         rows.append(("block", stats["block_policy"] + named))

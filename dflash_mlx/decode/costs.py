@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,10 @@ from dflash_mlx.errors import CheckpointError
 NEW_TIMING = 0.1
 #: a step's time counts for at most this many times what is known, and at least for its inverse
 OUTLIER = 2.0
+#: timed plain steps with which cycles are compared: the last ones, and how many it takes
+PLAIN_TIMINGS, ENOUGH_TIMINGS = 9, 3
+#: they stand for contexts up to this factor away, and for this many steps to come
+NEARBY, LASTING = 1.25, 256
 
 
 @dataclass(frozen=True)
@@ -32,16 +38,38 @@ class Measured:
 
     def cycle(self, drafts: int) -> float:
         """Seconds of a cycle; between the measured numbers of drafts by straight lines."""
-        known = sorted(self.cycles)
-        after = bisect_left(known, drafts)
-        if after == len(known):
-            return self.cycles[known[-1]]
-        right = known[after]
-        if right == drafts or not after:
-            return self.cycles[right]
-        left = known[after - 1]
-        share = (drafts - left) / (right - left)
-        return self.cycles[left] + share * (self.cycles[right] - self.cycles[left])
+        return _between(self.cycles, drafts)
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """What it saves to draft with `reduced` of the `whole` rows of the output head.
+
+    saved: seconds by number of drafts. The head's cost grows evenly with its rows.
+    """
+
+    whole: int
+    reduced: int
+    saved: Mapping[int, float]
+
+    def saving(self, rows: int, drafts: int) -> float:
+        """Seconds that a head of `rows` rows saves in a cycle."""
+        share = (self.whole - rows) / (self.whole - self.reduced)
+        return _between(self.saved, drafts) * share
+
+
+def _between(points: Mapping[int, float], at: int) -> float:
+    """The value at a place, by straight lines; beyond the points as at the nearest."""
+    known = sorted(points)
+    after = bisect_left(known, at)
+    if after == len(known):
+        return points[known[-1]]
+    right = known[after]
+    if right == at or not after:
+        return points[right]
+    left = known[after - 1]
+    share = (at - left) / (right - left)
+    return points[left] + share * (points[right] - points[left])
 
 
 @dataclass(frozen=True)
@@ -49,28 +77,50 @@ class Costs:
     """Measurements at one or more contexts, ascending."""
 
     measured: tuple[Measured, ...]
+    head: HeadCost | None = None  # None: the drafter's head is always whole
 
-    def table(self, context: int) -> list[float]:
+    def table(self, context: int, rows: int | None = None) -> list[float]:
         """Costs of cycles with 0, 1, ... drafts in plain steps, 0 being a plain step.
 
         Between measured contexts by straight lines, beyond them as at the nearest.
+        rows: of a reduced draft head; None is the whole one.
         """
+        left, right, share = self._around(context)
+        pairs = zip(self._relative(left, rows), self._relative(right, rows), strict=True)
+        return [a + share * (b - a) for a, b in pairs]
+
+    def plain(self, context: int) -> float:
+        """Seconds of a plain step, by the same lines."""
+        left, right, share = self._around(context)
+        return left.plain + share * (right.plain - left.plain)
+
+    def _around(self, context: int) -> tuple[Measured, Measured, float]:
+        """The measured contexts on both sides, and the way from the first to the second."""
         contexts = [m.context for m in self.measured]
         after = bisect_left(contexts, context)
         if after == len(contexts) or not after:
-            return _relative(self.measured[min(after, len(contexts) - 1)])
+            nearest = self.measured[min(after, len(contexts) - 1)]
+            return nearest, nearest, 0.0
         left, right = self.measured[after - 1], self.measured[after]
-        share = (context - left.context) / (right.context - left.context)
-        pairs = zip(_relative(left), _relative(right), strict=True)
-        return [a + share * (b - a) for a, b in pairs]
+        return left, right, (context - left.context) / (right.context - left.context)
+
+    def _relative(self, measured: Measured, rows: int | None) -> list[float]:
+        found = [1.0]
+        for drafts in range(1, _most(measured) + 1):
+            seconds = measured.cycle(drafts)
+            if rows is not None and self.head is not None:
+                # What is saved is part of drafting, whatever the clock's noise says.
+                seconds -= min(self.head.saving(rows, drafts), measured.drafting)
+            found.append(seconds / measured.plain)
+        return found
 
     @property
     def digest(self) -> str:
         """Names these very numbers."""
         return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:16]
 
-    def to_json(self) -> list[dict[str, Any]]:
-        return [
+    def to_json(self) -> dict[str, Any]:
+        measured = [
             {
                 "context": m.context,
                 "plain": m.plain,
@@ -79,12 +129,18 @@ class Costs:
             }
             for m in self.measured
         ]
+        if self.head is None:
+            return {"measured": measured, "head": None}
+        saved = {str(n): seconds for n, seconds in sorted(self.head.saved.items())}
+        head = {"whole": self.head.whole, "reduced": self.head.reduced, "saved": saved}
+        return {"measured": measured, "head": head}
 
     @classmethod
     def from_json(cls, document: object) -> Costs:
         """Raises CheckpointError where the document is not what `to_json` makes."""
         try:
-            measured = tuple(_measured(entry) for entry in document)  # type: ignore[attr-defined]
+            measured = tuple(_measured(m) for m in document["measured"])  # type: ignore[index]
+            head = _head(document["head"])  # type: ignore[index]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"A stored calibration is damaged ({error}). Run `dflash-mlx calibrate` again."
@@ -95,54 +151,53 @@ class Costs:
             raise CheckpointError(
                 "A stored calibration has no contexts in order. Run `dflash-mlx calibrate` again."
             )
-        return cls(measured)
+        return cls(measured, head)
 
 
 class Refined:
-    """Costs corrected by how long steps take while running; frozen, it stays as calibrated."""
+    """Costs corrected by how long steps take while running; frozen, it stays as calibrated.
+
+    What is corrected is the ratio of cycles to plain steps. A cycle's time tells it only beside
+    plain steps timed lately near its context: else a context that has grown, or a machine that
+    has slowed down, would look like drafting that has become dear.
+    """
 
     def __init__(self, costs: Costs, *, frozen: bool = False) -> None:
         self.costs = costs
         self.frozen = frozen
-        self._plain: float | None = None  # seconds of a plain step and of a cycle, each relative
-        self._cycle: float | None = None  # to the calibration
+        self._ratio = 1.0  # of cycles' cost in plain steps to the calibrated one
+        self._plain: deque[float] = deque(maxlen=PLAIN_TIMINGS)  # seconds to the calibrated ones
+        self._plain_context, self._since_plain = 0, 0
 
-    def table(self, context: int) -> list[float]:
-        table = self.costs.table(context)
-        if self._cycle is None:
-            return table
-        # Without plain steps so far the machine is taken to be as fast as it was.
-        ratio = self._cycle / (self._plain or 1.0)
-        return [table[0], *(cost * ratio for cost in table[1:])]
+    def table(self, context: int, rows: int | None = None) -> list[float]:
+        """`Costs.table`, corrected."""
+        plain, *cycles = self.costs.table(context, rows)
+        return [plain, *(cost * self._ratio for cost in cycles)]
 
-    def timed(self, context: int, drafts: int, seconds: float) -> None:
-        """A step of this many drafts took so long."""
+    def timed(self, context: int, drafts: int, seconds: float, rows: int | None = None) -> None:
+        """A step of this many drafts, with a head of this many rows, took so long."""
         if self.frozen:
             return
-        known = self._nearest(context)
-        if drafts:
-            expected = self.costs.table(context)[drafts] * known.plain
-            self._cycle = _moved(self._cycle, seconds / expected)
-        else:
-            self._plain = _moved(self._plain, seconds / known.plain)
+        expected = self.costs.plain(context)
+        near = self._plain_context / NEARBY <= context <= self._plain_context * NEARBY
+        self._since_plain += 1
+        if not drafts:
+            if not near or self._since_plain > LASTING:
+                self._plain.clear()
+            self._plain.append(seconds / expected)
+            self._plain_context, self._since_plain = context, 0
+        elif near and self._since_plain <= LASTING and len(self._plain) >= ENOUGH_TIMINGS:
+            expected *= self.costs.table(context, rows)[drafts] * statistics.median(self._plain)
+            self._ratio = _moved(self._ratio, seconds / expected)
 
-    def _nearest(self, context: int) -> Measured:
-        return min(self.costs.measured, key=lambda m: abs(m.context - context))
 
-
-def _moved(known: float | None, ratio: float) -> float:
-    before = 1.0 if known is None else known
-    ratio = min(max(ratio, before / OUTLIER), before * OUTLIER)
-    return before + NEW_TIMING * (ratio - before)
+def _moved(known: float, ratio: float) -> float:
+    ratio = min(max(ratio, known / OUTLIER), known * OUTLIER)
+    return known + NEW_TIMING * (ratio - known)
 
 
 def _most(measured: Measured) -> int:
     return max(measured.cycles)
-
-
-def _relative(measured: Measured) -> list[float]:
-    cycles = range(1, _most(measured) + 1)
-    return [1.0, *(measured.cycle(n) / measured.plain for n in cycles)]
 
 
 def _measured(entry: Mapping[str, Any]) -> Measured:
@@ -151,4 +206,14 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
     seconds: Sequence[float] = [found.plain, found.drafting, *cycles.values()]
     if not cycles or min(cycles) < 1 or not all(0 < s < float("inf") for s in seconds):
         raise ValueError("times are positive numbers of seconds")
+    return found
+
+
+def _head(entry: Mapping[str, Any] | None) -> HeadCost | None:
+    if entry is None:
+        return None
+    saved = {int(n): float(seconds) for n, seconds in entry["saved"].items()}
+    found = HeadCost(int(entry["whole"]), int(entry["reduced"]), saved)
+    if not saved or not 0 < found.reduced < found.whole:
+        raise ValueError("a reduced head has fewer rows than the whole one")
     return found

@@ -1,4 +1,5 @@
-"""How many drafts each step of one generation verifies: a fixed number, or what the policy says.
+"""How many drafts each step of one generation verifies, and with which draft head they are made: a
+fixed number with the whole head, or what the policy says.
 
 It sees counts, costs and the seconds of steps; no arrays.
 """
@@ -8,12 +9,20 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dflash_mlx.decode.costs import Refined
-from dflash_mlx.decode.policy import Choice, Policy
+from dflash_mlx.decode.policy import Choice, Head, Policy
+from dflash_mlx.decode.words import Words
 
 Trace = Callable[[str], None]
+
+
+class Step(NamedTuple):
+    """drafts: 0 is a plain step. rows: frequent tokens of the draft head, None is the whole one."""
+
+    drafts: int
+    rows: int | None = None
 
 
 class Pace(Protocol):
@@ -25,16 +34,19 @@ class Pace(Protocol):
     name: str
     calibration: str | None
 
-    def drafts(self, context: int, limit: int) -> int:
-        """Drafts of the next step at this context; limit: how many could still be emitted."""
+    def next(self, context: int, limit: int) -> Step:
+        """The next step at this context; limit: how many drafts could still be emitted."""
         ...
 
-    def landed(self, accepted: int, emitted: int) -> None:
-        """The oldest step asked for that has not landed yet emitted so many tokens."""
+    def landed(self, accepted: int, emitted: int, outside: bool = False) -> None:
+        """The oldest step asked for that has not landed yet emitted so many tokens.
+
+        outside: the token behind the accepted drafts is none that its draft head knew.
+        """
         ...
 
-    def timed(self, context: int, drafts: int, seconds: float) -> None:
-        """A step took so long, the reader's own time left out."""
+    def timed(self, seconds: float) -> None:
+        """The step that landed last took so long, the reader's own time left out."""
         ...
 
 
@@ -45,47 +57,68 @@ class FixedPace:
         self._most = block_size - 1
         self.name, self.calibration = f"blocks of {block_size}", None
 
-    def drafts(self, context: int, limit: int) -> int:
-        return min(self._most, limit)
+    def next(self, context: int, limit: int) -> Step:
+        return Step(min(self._most, limit))
 
-    def landed(self, accepted: int, emitted: int) -> None:
+    def landed(self, accepted: int, emitted: int, outside: bool = False) -> None:
         pass
 
-    def timed(self, context: int, drafts: int, seconds: float) -> None:
+    def timed(self, seconds: float) -> None:
         pass
 
 
 class PolicyPace:
-    """The block that pays, by `Policy`. trace: gets one JSON line a step."""
+    """What pays, by `Policy`. words: the text so far, where the draft head can be reduced; the
+    session keeps it. trace: gets one JSON line a step."""
 
-    def __init__(self, block_size: int, costs: Refined, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        costs: Refined,
+        words: Words | None = None,
+        trace: Trace | None = None,
+    ) -> None:
         self.name, self.calibration = f"auto, blocks of {block_size} at most", costs.costs.digest
         self._policy = Policy(block_size - 1)
         self._costs = costs
+        self._words = words
         self._trace = trace
         self._asked: deque[tuple[int, Choice]] = deque()  # contexts and choices under way
+        self._last: tuple[int, Choice] | None = None  # of the step that landed last
 
-    def drafts(self, context: int, limit: int) -> int:
-        choice = self._policy.choose(self._costs.table(context), limit)
+    def next(self, context: int, limit: int) -> Step:
+        heads = [Head(self._costs.table(context))]
+        if self._words is not None and self._costs.costs.head is not None:
+            for rows in self._words.sizes:
+                costs, covered = self._costs.table(context, rows), self._words.covered(rows)
+                heads.append(Head(costs, rows, covered))
+        choice = self._policy.choose(heads, limit)
         self._asked.append((context, choice))
-        return choice.drafts
+        return Step(choice.drafts, choice.rows)
 
-    def landed(self, accepted: int, emitted: int) -> None:
-        context, choice = self._asked.popleft()
-        self._policy.record(choice, accepted, emitted)
+    def landed(self, accepted: int, emitted: int, outside: bool = False) -> None:
+        self._last = context, choice = self._asked.popleft()
+        self._policy.record(choice, accepted, emitted, outside)
         if self._trace is None:
             return
+        covered = None
+        if self._words is not None and choice.rows is not None:
+            covered = round(self._words.covered(choice.rows), 4)
         line = {
             "context": context,
             "drafts": choice.drafts,
+            "rows": choice.rows,
             "accepted": accepted,
             "emitted": emitted,
             "cost": round(choice.cost, 4),
             "reason": choice.reason,
             "credit": round(self._policy.credit, 4),
             "chances": [round(c, 4) for c in self._policy.acceptance.chances()],
+            "covered": covered,
         }
         self._trace(json.dumps(line))
 
-    def timed(self, context: int, drafts: int, seconds: float) -> None:
-        self._costs.timed(context, drafts, seconds)
+    def timed(self, seconds: float) -> None:
+        assert self._last is not None
+        context, choice = self._last
+        self._costs.timed(context, choice.drafts, seconds, choice.rows)

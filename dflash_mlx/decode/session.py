@@ -17,7 +17,8 @@ from dflash_mlx.decode.pace import FixedPace, Pace
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.decode.step import Chooser, Flight, launch, unsound
-from dflash_mlx.draft.base import DraftCache, Drafter
+from dflash_mlx.decode.words import Words
+from dflash_mlx.draft.base import DraftCache, Drafter, ReducedHead
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
 
@@ -30,7 +31,7 @@ NEVER_AGREED_CYCLES = 64
 MOST_WAITING = 32
 
 Guard = Callable[[], AbstractContextManager[object]]
-MakePace = Callable[[SamplingParams], Pace]
+MakePace = Callable[[SamplingParams, Words | None], Pace]
 
 
 class Session:
@@ -57,8 +58,10 @@ class Session:
         self.block_size = block_size or (drafter.block_size if drafter else 1)
         self.prefill_chunk = prefill_chunk
         self._guard = guard
-        self._make_pace = pace or (lambda params: FixedPace(self.block_size))
+        self._make_pace = pace or (lambda params, words: FixedPace(self.block_size))
         self._sick = False  # the drafter has produced NaN
+        self._words: Words | None = None  # of the generation, where the draft head can be reduced
+        self._head: ReducedHead | None = None  # the last one in use
         self.reset()
 
     def reset(self) -> None:
@@ -110,7 +113,11 @@ class Session:
             stats.engine = "plain"
             stats.engine_reason = "the drafter produced NaN earlier in this conversation"
         chooser = self._chooser(params)
-        self._pace = self._make_pace(params)
+        self._words = self._head = None
+        if (drafter := self._drafter) is not None and drafter.head_rows is not None:
+            self._words = Words(drafter.head_rows.order)
+            self._words.read(prompt)
+        self._pace = self._make_pace(params, self._words)
         if self.draft_cache is not None:
             stats.block_policy, stats.calibration = self._pace.name, self._pace.calibration
         try:
@@ -207,6 +214,7 @@ class Session:
         if chooser.history is not None:
             with self._guard():
                 chooser.history.add(first)
+        self._meet(tokens)
         began = landed = time.perf_counter()
         for step in range(1, max_tokens + 1):
             stats.generation_tokens += len(tokens)
@@ -220,29 +228,47 @@ class Session:
             if flight is None:
                 with self._guard():
                     flight = self._launch(chooser, mx.array(tokens[-1:], mx.int32), left)
-            context, drafted = len(self.ids), flight.drafted
             shown = time.perf_counter()
             yield tokens
             landed += time.perf_counter() - shown  # the reader's own time
             with self._guard():
                 tokens, flight = self._land(chooser, flight, tokens[-1], left, end_ids, stats)
             now = time.perf_counter()
-            self._pace.timed(context, drafted, now - landed)
+            if self._drafter is not None:
+                self._pace.timed(now - landed)
             landed = now
+            self._meet(tokens)
             if step % CLEAR_CACHE_EVERY == 0:
                 with self._guard():
                     mx.clear_cache()
 
     def _launch(self, chooser: Chooser, anchor: mx.array, left: int) -> Flight:
         # A cycle emits its accepted drafts and one more token, so `left - 1` drafts suffice.
-        drafts = 0
-        if self.draft_cache is not None:
-            drafts = self._pace.drafts(len(self.ids), left - 1)
+        drafter, drafts, head = self._drafter, 0, None
+        if drafter is not None:
+            drafts, rows = self._pace.next(len(self.ids), left - 1)
+            head = None if rows is None else self._reduced_head(drafter, rows)
         if drafts:
             self._observe_waiting()
         return launch(
-            self.target, self.cache, self._drafter, self.draft_cache, chooser, anchor, drafts
+            self.target, self.cache, drafter, self.draft_cache, chooser, anchor, drafts, head
         )
+
+    def _reduced_head(self, drafter: Drafter, rows: int) -> ReducedHead:
+        """The head of the `rows` most frequent tokens and of those of the text."""
+        assert self._words is not None
+        assert drafter.head_rows is not None
+        others = self._words.others(rows)
+        if self._head is None or self._head.rows != rows or self._head.others != len(others):
+            self._head = drafter.head_rows.reduced(rows, others)
+        return self._head
+
+    def _knows(self, head: ReducedHead, token: int) -> bool:
+        return self._words is not None and self._words.knows(token, head.rows)
+
+    def _meet(self, tokens: Sequence[int]) -> None:
+        if self._words is not None:
+            self._words.met(tokens)
 
     def _land(
         self,
@@ -268,13 +294,15 @@ class Session:
             if left > 1:
                 ahead = self._launch(chooser, flight.tokens, left - 1)
         accepted, healthy, tokens = flight.read()
-        tokens = _until_end(tokens, end_ids)
+        correction, tokens = tokens[-1], _until_end(tokens, end_ids)
         if flight.drafted:
+            head = flight.head
             self._keep(flight, [anchor, *tokens[:-1]])
             if chooser.history is not None:
                 chooser.history.add(mx.array(tokens, mx.int32))
-            stats.count_cycle(flight.drafted, accepted, len(tokens))
-            self._pace.landed(accepted, accepted + 1)
+            stats.count_cycle(flight.drafted, accepted, len(tokens), head is not None)
+            outside = head is not None and not self._knows(head, correction)
+            self._pace.landed(accepted, len(tokens), outside)
             self._watch_drafter(healthy, stats)
         return tokens, ahead
 

@@ -37,7 +37,9 @@ class GenerationStats:
     calibration: str | None = None
     #: draft-and-verify passes; plain steps are not cycles
     cycles: int = 0
-    #: tokens emitted by those cycles: accepted drafts and bonus tokens
+    #: of those cycles, the ones drafted with a reduced output head
+    reduced_cycles: int = 0
+    #: tokens emitted by all cycles: accepted drafts and bonus tokens
     cycle_tokens: int = 0
     #: draft tokens the target verified
     drafted: int = 0
@@ -80,12 +82,14 @@ class GenerationStats:
         """Acceptance length τ: tokens emitted a cycle, bonus included, last cycle as clipped."""
         return self.cycle_tokens / self.cycles if self.cycles else None
 
-    def count_cycle(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Record one cycle: drafts verified, drafts accepted by the target, tokens emitted.
+    def count_cycle(self, drafted: int, accepted: int, emitted: int, reduced: bool = False) -> None:
+        """Record one cycle: drafts verified, drafts accepted by the target, tokens emitted; and
+        whether its draft head was a reduced one.
 
         Where an end token or max_tokens clipped the cycle, only emitted drafts count as accepted.
         """
         self.cycles += 1
+        self.reduced_cycles += reduced
         self.drafted += drafted
         self._last_cycle = (accepted, emitted)
         self._add_emitted(accepted, emitted, 1)

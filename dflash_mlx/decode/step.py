@@ -13,7 +13,7 @@ import mlx.core as mx
 from dflash_mlx.cache import CacheStack
 from dflash_mlx.decode.accept import Verdict, accept_greedy, accept_sampled
 from dflash_mlx.decode.sampling import History, SamplingParams, draw, penalise, probabilities
-from dflash_mlx.draft.base import DraftCache, Drafter, DraftSampling, Proposal
+from dflash_mlx.draft.base import DraftCache, Drafter, DraftSampling, Proposal, ReducedHead
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
@@ -27,6 +27,7 @@ class Flight:
     tokens: mx.array  # [drafted + 1] int32, lazy
     packed: mx.array  # [accepted, healthy, sound, tokens...] int32: everything the host reads
     features: mx.array | None  # [1, drafted + 1, T·H]
+    head: ReducedHead | None = None  # that drafted, None is the whole one
 
     def read(self) -> tuple[int, bool, list[int]]:
         """Wait for the step: drafts accepted, proposal healthy, the accepted + 1 emitted tokens.
@@ -59,9 +60,10 @@ class Chooser:
             return None
         seen = self.history.rows(None) if self.history else None
 
-        def filtered(logits: mx.array) -> mx.array:
+        def filtered(logits: mx.array, ids: mx.array | None = None) -> mx.array:
             if seen is not None:
-                logits = penalise(logits, seen, params.repetition_penalty)
+                known = seen if ids is None else mx.take(seen, ids, axis=-1)
+                logits = penalise(logits, known, params.repetition_penalty)
             return probabilities(logits, params)
 
         return DraftSampling(params.temperature, self.next_key(), filtered)
@@ -115,18 +117,19 @@ def launch(
     chooser: Chooser,
     anchor: mx.array,
     drafts: int,
+    head: ReducedHead | None = None,
 ) -> Flight:
     """Build one step behind `anchor` ([1] int32, lazy allowed) and start it.
 
     `drafts` 0 is a plain step; features are still tapped while there is a drafter, so that its
-    context stays complete.
+    context stays complete. head: what to draft with, None is the drafter's whole one.
     """
     proposal = None
     ids = anchor
     if drafts:
         assert drafter is not None
         assert draft_cache is not None
-        proposal = drafter.propose(anchor, drafts, chooser.draft_sampling(), draft_cache)
+        proposal = drafter.propose(anchor, drafts, chooser.draft_sampling(), draft_cache, head)
         # An unhealthy proposal may hold any integer; the target must still read a real embedding.
         clipped = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
         proposal = Proposal(clipped, proposal.probs, proposal.healthy, proposal.candidates)
@@ -134,7 +137,7 @@ def launch(
     hidden, features = target.forward([Segment(ids, cache)], drafter.taps if drafter else ())
     verdict, sound = chooser.judge(target.logits(hidden[0]), proposal)
     healthy = proposal.healthy if proposal else mx.array(True)
-    head = mx.stack([verdict.accepted, healthy.astype(mx.int32), sound.astype(mx.int32)])
-    packed = mx.concatenate([head, verdict.tokens])
+    flags = mx.stack([verdict.accepted, healthy.astype(mx.int32), sound.astype(mx.int32)])
+    packed = mx.concatenate([flags, verdict.tokens])
     mx.async_eval(packed)
-    return Flight(drafts, verdict.tokens, packed, features)
+    return Flight(drafts, verdict.tokens, packed, features, head if drafts else None)

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel
 from dflash_mlx.draft.dflash2 import UNQUANTIZED, DFlash2Drafter, DFlash2Model
+from dflash_mlx.draft.head import token_order
 from dflash_mlx.draft.keys import Config
 from dflash_mlx.draft.packagings import packaging_of
 from dflash_mlx.draft.vocabulary import pop_target_ids
@@ -58,7 +59,9 @@ def open_drafter(
     if bits is not None:
         nn.quantize(model, group_size=group_size, bits=bits, class_predicate=_is_quantized)
         mx.eval(model.parameters())
-    return (DFlash2Drafter if config.parts else DFlashDrafter)(model, config, target, target_ids)
+    order = None if target_ids is not None else token_order(folder, target.vocab_size)
+    kind = DFlash2Drafter if config.parts else DFlashDrafter
+    return kind(model, config, target, target_ids, order)
 
 
 def check_drafter(

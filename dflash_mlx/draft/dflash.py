@@ -15,8 +15,9 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.cache.context import ContextCache, LayerContext, SharedContext
-from dflash_mlx.draft.base import DraftSampling, Proposal
+from dflash_mlx.draft.base import DraftSampling, HeadRows, Projection, Proposal, ReducedHead
 from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.draft.head import FrequentRows
 from dflash_mlx.kernels import (
     HeadProjection,
     Sight,
@@ -27,6 +28,7 @@ from dflash_mlx.kernels import (
 )
 from dflash_mlx.layers.mlp import MLP
 from dflash_mlx.layers.rope import Rope
+from dflash_mlx.layers.rows import BY_ROW, take_rows
 
 if TYPE_CHECKING:
     from dflash_mlx.models.base import Target
@@ -127,7 +129,8 @@ class DFlashDrafter:
     """A DFlash v1 drafter bound to `target`; see draft/base.py for the contract.
 
     `target_ids` [draft vocabulary] int32: the target's id of each token that a drafter with a
-    reduced vocabulary knows.
+    reduced vocabulary knows. `order` [V]: token ids, the most frequent first, of a drafter with a
+    whole one, whose head can then be reduced.
     """
 
     def __init__(
@@ -136,11 +139,15 @@ class DFlashDrafter:
         config: DFlashConfig,
         target: Target,
         target_ids: mx.array | None = None,
+        order: np.ndarray | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.block_size = config.block_size
         self.taps = config.target_layer_ids
+        self.head_rows: HeadRows | None = None
+        if target_ids is None and order is not None:
+            self.head_rows = FrequentRows(self._head_of, order)
         self._target = target
         self._target_ids = target_ids
         self._dtype = model.hidden_norm.weight.dtype
@@ -176,20 +183,31 @@ class DFlashDrafter:
             cache.append(projection.layers, keys, values, rows)
 
     def propose(
-        self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: ContextCache
+        self,
+        anchor: mx.array,
+        n: int,
+        sampling: DraftSampling | None,
+        cache: ContextCache,
+        head: ReducedHead | None = None,
     ) -> Proposal:
         """Drafts for the `n` positions behind `anchor` ([1], position cache.length).
 
         Row i of the block predicts the token at its own position; row 0, the anchor, predicts
         nothing. `healthy` is False when a draft logit was NaN.
         """
-        logits = self.draft_logits(anchor, n, cache)
+        logits = self._logits(self._rows(anchor, n, cache), head)
         healthy = mx.logical_not(mx.isnan(logits.sum()))  # one pass; a NaN survives every sum
+        ids = None if head is None else head.ids
+        probs = None
         if sampling is None:
-            return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32), None, healthy)
-        probs = sampling.probabilities(logits)
-        tokens = mx.random.categorical(mx.log(probs), key=sampling.key).astype(mx.int32)
-        return Proposal(tokens, probs, healthy)
+            tokens = mx.argmax(logits, axis=-1)
+        else:
+            probs = sampling.probabilities(logits, ids)
+            tokens = mx.random.categorical(mx.log(probs), key=sampling.key)
+        if ids is None:
+            return Proposal(tokens.astype(mx.int32), probs, healthy)
+        known = None if probs is None else mx.broadcast_to(ids, probs.shape)
+        return Proposal(mx.take(ids, tokens), probs, healthy, known)
 
     def draft_logits(self, anchor: mx.array, n: int, cache: ContextCache) -> mx.array:
         """float32 logits [n, V] of the positions behind the anchor, multiplier and soft-cap on.
@@ -213,12 +231,16 @@ class DFlashDrafter:
             x = layer(x, self.config.rope, cache[i])
         return self.model.norm(x[:, 1 : n + 1])
 
-    def _logits(self, rows: mx.array) -> mx.array:
+    def _head_of(self, ids: mx.array) -> Projection:
+        """The head for the tokens `ids` only."""
         if "lm_head" in self.model:
-            logits = self.model.lm_head(rows)
-        else:
-            logits = self._target.head(rows.astype(self._target.dtype))
-        logits = logits[0].astype(mx.float32)
+            return take_rows(self.model.lm_head, ids)
+        return self._target.head_of(ids)
+
+    def _logits(self, rows: mx.array, head: ReducedHead | None = None) -> mx.array:
+        own = "lm_head" in self.model
+        project = head or (self.model.lm_head if own else self._target.head)
+        logits = project(rows if own else rows.astype(self._target.dtype))[0].astype(mx.float32)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
@@ -234,7 +256,7 @@ class DFlashDrafter:
 def join_rows(linears: Sequence[nn.Module]) -> nn.Module:
     """One projection with the output rows of all `linears` in order; they become views of it."""
     joined = copy.copy(linears[0])
-    for name in ("weight", "scales", "biases", "bias"):
+    for name in BY_ROW:
         if name not in joined:
             continue
         joined[name] = mx.concatenate([linear[name] for linear in linears])

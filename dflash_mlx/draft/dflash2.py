@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.cache.context import ContextCache, LayerContext, SharedContext
-from dflash_mlx.draft.base import DraftSampling, Proposal
+from dflash_mlx.draft.base import DraftSampling, Proposal, ReducedHead
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel, DraftLayer
 from dflash_mlx.layers.rope import Rope
@@ -98,20 +98,26 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden, rank, bias=False)
 
     def propose(
-        self, rows: mx.array, logits: mx.array, anchor: mx.array, sampling: DraftSampling | None
+        self,
+        rows: mx.array,
+        logits: mx.array,
+        anchor: mx.array,
+        sampling: DraftSampling | None,
+        ids: mx.array | None = None,
     ) -> Proposal:
         """Hidden states [1, n, H] and logits [n, V] of a block behind `anchor` [1] -> its drafts.
 
+        ids [R]: the tokens whose logits [n, R] these are; None is the whole vocabulary.
         When sampling, a row's draft is drawn from softmax(score / temperature) over its candidates;
         the other filters of the target do not act here.
         """
         if sampling is None:
-            walked = self.walk(rows, logits, anchor, lambda scores, _: mx.argmax(scores))
+            walked = self.walk(rows, logits, anchor, lambda scores, _: mx.argmax(scores), ids)
             return Proposal(walked.tokens, None, walked.healthy)
         keys = mx.random.split(sampling.key, logits.shape[0])
         heat = sampling.temperature
         walked = self.walk(
-            rows, logits, anchor, lambda s, i: mx.random.categorical(s / heat, key=keys[i])
+            rows, logits, anchor, lambda s, i: mx.random.categorical(s / heat, key=keys[i]), ids
         )
         probs = mx.softmax(walked.scores / heat, axis=-1)
         return Proposal(walked.tokens, probs, walked.healthy, walked.candidates)
@@ -122,6 +128,7 @@ class CandidateSelector(nn.Module):
         logits: mx.array,
         anchor: mx.array,
         choose: Callable[[mx.array, int], mx.array],
+        ids: mx.array | None = None,
     ) -> Walk:
         """Choose every row's token in order; `choose` takes scores [K] and the row, gives an index.
 
@@ -129,6 +136,8 @@ class CandidateSelector(nn.Module):
         """
         candidates = mx.argpartition(-logits, self.top_k - 1, axis=-1)[:, : self.top_k]
         unary = mx.take_along_axis(logits, candidates, axis=-1)
+        if ids is not None:
+            candidates = mx.take(ids, candidates)
         hidden = self.hidden_projection(rows)[0].astype(mx.float32)  # [n, r]
         follows = self.successor_codebook[candidates].astype(mx.float32) * hidden[:, None]
         token, tokens, scores = anchor, [], []
@@ -166,9 +175,15 @@ class DFlash2Drafter(DFlashDrafter):
     model: DFlash2Model
 
     def propose(
-        self, anchor: mx.array, n: int, sampling: DraftSampling | None, cache: ContextCache
+        self,
+        anchor: mx.array,
+        n: int,
+        sampling: DraftSampling | None,
+        cache: ContextCache,
+        head: ReducedHead | None = None,
     ) -> Proposal:
         """Drafts for the `n` positions behind `anchor` ([1], position cache.length)."""
         rows = self._rows(anchor, n, cache)
+        ids = None if head is None else head.ids
         selector = self.model.candidate_selector
-        return selector.propose(rows, self._logits(rows), anchor, sampling)
+        return selector.propose(rows, self._logits(rows, head), anchor, sampling, ids)

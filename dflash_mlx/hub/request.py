@@ -19,9 +19,14 @@ class Request:
     offline: bool
 
     def say(self, line: str) -> None:
-        """One line of progress on stderr; stdout belongs to the answer."""
+        """A line of progress, where it is wanted."""
         if self.progress:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
+
+
+def say(line: str) -> None:
+    """One line of progress on stderr; stdout belongs to the answer."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def write_whole(path: Path, text: str) -> None:

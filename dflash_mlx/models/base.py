@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -49,4 +49,8 @@ class Target(Protocol):
 
     def head(self, rows: mx.array) -> mx.array:
         """The bare output head as drafters borrow it: no norm, no soft-cap. [..., H] -> [..., V]"""
+        ...
+
+    def head_of(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
+        """`head` for the tokens `ids` [R] only, in their order: [..., H] -> [..., R]."""
         ...

@@ -5,13 +5,14 @@ A family brings its layers and wires them; attribute names are the keys of HF ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.cache import CacheStack, LayerCache
+from dflash_mlx.layers.rows import take_rows
 from dflash_mlx.segment import Segment, flat_ids
 
 
@@ -93,3 +94,8 @@ class DecoderTarget(nn.Module):
         if "lm_head" in self:
             return self.lm_head(rows)
         return self.model.embed_tokens.as_linear(rows)
+
+    def head_of(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
+        if "lm_head" in self:
+            return take_rows(self.lm_head, ids)
+        return take_rows(self.model.embed_tokens, ids).as_linear
