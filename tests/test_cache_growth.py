@@ -19,7 +19,7 @@ from tiny import target_with, tiny_config, tiny_prompt, tiny_weights
 from tiny_drafter import drafter_config, write_drafter
 
 from dflash_mlx.cache import BorrowedCache, KVCache, RecurrentCache, WindowCache
-from dflash_mlx.cache.context import REWIND_ROWS, LayerContext
+from dflash_mlx.cache.context import REWIND_ROWS, SPARE_ROWS, LayerContext
 from dflash_mlx.cache.kv import GROWTH_ROWS
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
@@ -132,8 +132,10 @@ def test_bytes_after_50_and_500_cycles(tmp_path: Path, family: str, accepted: in
     for kind in late.keys() - {KVCache, "drafter full"}:
         assert late[kind] == early[kind], kind
     for window, rows in capacities(session):
-        context = len(session.ids) * 5 // 4 if window is None else window + REWIND_ROWS + BLOCK
-        assert rows <= context + GROWTH_ROWS
+        if window is None:
+            assert rows <= len(session.ids) * 5 // 4 + GROWTH_ROWS
+        else:
+            assert rows == window - 1 + REWIND_ROWS + SPARE_ROWS
     for layer in session.cache:
         if isinstance(layer, RecurrentCache):
             assert layer.nbytes == layer.state.nbytes + layer.tail.nbytes

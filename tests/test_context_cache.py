@@ -7,7 +7,7 @@ import random
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.cache.context import REWIND_ROWS, ContextCache, LayerContext
+from dflash_mlx.cache.context import REWIND_ROWS, SPARE_ROWS, ContextCache, LayerContext
 
 
 def rows_at(first: int, count: int) -> tuple[mx.array, mx.array]:
@@ -69,7 +69,7 @@ def test_windows_stay_bounded_and_full_layers_grow_by_steps() -> None:
         full_sizes.add(cache[1].nbytes)
     assert len(set(sizes)) == 1
     row = 2 * 2 * 3 * 4  # K and V, heads, head_dim, bytes
-    assert sizes[0] <= row * 512
+    assert sizes[0] == row * (20 - 1 + REWIND_ROWS + SPARE_ROWS)
     assert cache[1].nbytes <= row * (cache.length * 1.25 + 512)
     assert len(full_sizes) < 9
     assert cache.nbytes == cache[0].nbytes + cache[1].nbytes

@@ -75,7 +75,7 @@ def test_tensors_equal_those_of_mlx_lm_convert(
     tied = recipe.group_size is None and recipe.mixed is None
     changes = {"tie_word_embeddings": tied, "torch_dtype": "bfloat16", "num_hidden_layers": 3}
     source = write_source(tmp_path / "m", "llama", changes=changes, dtype=mx.bfloat16)
-    monkeypatch.setattr("dflash_mlx.convert.quantize.CHUNK", 1000)  # rows in many chunks
+    monkeypatch.setattr("dflash_mlx.convert.source.CHUNK", 1000)  # rows in many chunks
     convert(Order(str(source), tmp_path / "q", recipe, shard_bytes=30_000))
     mlx_lm_convert(
         str(source),

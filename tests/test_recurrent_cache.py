@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.cache import CacheStack, DeltaRows, KVCache, RecurrentCache
+from dflash_mlx.kernels import replay
 
 HK, HV, DK, DV, TAPS = 2, 6, 8, 12, 4
 CHANNELS = 2 * HK * DK + HV * DV
@@ -196,6 +197,28 @@ def test_memory_is_constant_over_cycles(n: int) -> None:
     held = 4 * (HV * DV * DK + (TAPS - 1) * CHANNELS) if n else 0
     assert cache.nbytes == held
     assert cache.length == 500 * n
+
+
+@pytest.mark.parametrize("n", range(6))
+def test_until_the_commit_one_more_state_is_held_for_commits_of_all_rows(
+    monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    rows, cache, again = Rows(9), RecurrentCache(TAPS), []
+    rows.run(cache, 0, 4)
+    cache.commit(4)
+    rows.run(cache, 4, 9)
+    state, tail = 4 * HV * DV * DK, 4 * (TAPS - 1) * CHANNELS
+    block = 4 * 5 * (CHANNELS + 2 * HK * DK + HV * DV + 2 * HV)
+    assert cache.nbytes == 2 * (state + tail) + block
+
+    def counted(*given: object) -> mx.array:
+        again.append(given[-1])
+        return replay(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dflash_mlx.cache.recurrent.replay", counted)
+    cache.commit(n)
+    assert again == ([n] if 0 < n < 5 else [])
+    assert cache.nbytes == state + tail
 
 
 def test_committed_rows_of_a_long_prefill_are_freed() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.cache import WindowCache, context
-from dflash_mlx.cache.context import REWIND_ROWS
+from dflash_mlx.cache.context import REWIND_ROWS, SPARE_ROWS
 from dflash_mlx.cache.kv import GROWTH_ROWS
 
 HEADS, DIM = 2, 4
@@ -139,10 +139,8 @@ def test_a_window_without_positions_is_refused() -> None:
 
 
 def room(window: int) -> int:
-    """Bytes of a window, what a rewind needs, and the room that keeps copies rare, in steps."""
-    kept = window - 1 + REWIND_ROWS
-    steps = -(-(kept + max(GROWTH_ROWS, kept // 4)) // GROWTH_ROWS)
-    return ROW_BYTES * GROWTH_ROWS * steps
+    """Bytes of a window, what a rewind needs, and the room that keeps copies rare."""
+    return ROW_BYTES * (window - 1 + REWIND_ROWS + max(SPARE_ROWS, window // 8))
 
 
 @pytest.mark.parametrize("window", [16, 128, 1000])

@@ -13,8 +13,11 @@ import mlx.core as mx
 from dflash_mlx.cache.kv import GROWTH_ROWS
 from dflash_mlx.kernels import Rows, Surroundings
 
-# Rows a window keeps beyond those it needs, so that a sequence can be shortened a little.
+# Rows a window keeps beyond those it needs, so that a sequence can be shortened a little. They have
+# to be there before it is known that a turn goes back; without them it is prefilled anew.
 REWIND_ROWS = 64
+# Room behind these, for blocks; when it is full, the rows in reach are moved to the front.
+SPARE_ROWS, SPARE_SHARE = 64, 8  # at least, and one row for so many of the window
 
 
 class LayerContext:
@@ -115,21 +118,24 @@ class LayerContext:
         """Make room for `rows` rows behind the held ones: drop rows out of reach, grow, or shrink.
 
         A window shrinks when a write larger than those that follow, such as a prompt's chunk, left
-        it more room than they need. That write had over GROWTH_ROWS rows, so that no more than one
-        copy falls on GROWTH_ROWS / 2 rows.
+        it more room than they need.
         """
         capacity = 0 if self.keys is None else self.keys.shape[2]
         held = self.length - self.start
         drop, oversized = 0, False
         if self.window is not None:
             reach = self.window - 1 + REWIND_ROWS
+            spare = max(SPARE_ROWS, self.window // SPARE_SHARE)
             drop = max(0, held - max(0, reach - superseded))
-            oversized = capacity > _roomy(reach, rows)
+            largest = max(held - drop + rows, reach + spare)
+            oversized = capacity > largest
         if held + rows <= capacity and not oversized:
             return
         keep = held - drop
-        if oversized or keep + rows + GROWTH_ROWS // 2 > capacity:
+        if self.window is None:
             capacity = _roomy(keep, rows)
+        else:
+            capacity = min(largest, keep + max(rows, GROWTH_ROWS, keep // 4))
         self.keys = _moved(self.keys, keys, drop, keep, capacity)
         self.values = _moved(self.values, values, drop, keep, capacity)
         self.start += drop
@@ -210,7 +216,7 @@ class ContextCache:
 
 
 def _roomy(keep: int, rows: int) -> int:
-    """Capacity for `rows` rows behind `keep` ones, with room for more.
+    """Capacity without a window for `rows` rows behind `keep` ones, with room for more.
 
     The room is proportional for long contexts, so that copying stays linear in the context.
     """

@@ -17,6 +17,12 @@ class RecurrentCache(LayerCache):
     Pending rows are kept beside the state from before them; `commit` runs the recurrence again
     over the rows that stay. The recurrence goes row by row on MLX's CPU back-end, so that state
     equals, bit for bit, the one of rows run one at a time. Nothing is evaluated here.
+
+    From `advance` to `commit`, and no longer, there is a second state: the one behind all pending
+    rows, which the run makes in any case. With it a commit of all of them (every prompt's chunk and
+    single row, and each block whose draft was right to the end) runs nothing again. At the sizes of
+    Qwen3.5-4B that would take 5, 7 and 13 % of a layer's forward for 4, 8 and 16 rows (CPU, fast
+    BLAS), to save 2 MB a layer: 50 MB beside 8 GB of weights.
     """
 
     def __init__(self, taps: int) -> None:

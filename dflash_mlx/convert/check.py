@@ -1,17 +1,16 @@
-"""One prompt through source and result, one layer held at a time, compared after every layer."""
+"""One prompt through source and result, one matrix held at a time, compared after every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map, tree_unflatten
 
 from dflash_mlx.convert.source import Source
+from dflash_mlx.convert.streamed import StreamedLayer, fill
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.models import build_target
 from dflash_mlx.segment import Segment
@@ -19,8 +18,6 @@ from dflash_mlx.segment import Segment
 PROMPT = "The quick brown fox jumps over the lazy dog. One and two make three, so 12 + 30 = 42."
 PROMPT_TOKENS = 16
 
-#: rows of the head multiplied at once
-_HEAD_ROWS = 8192
 #: how far the noise of single matrices is taken to grow through a model's layers
 _GROWTH = 8.0
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -89,7 +86,8 @@ class SelfCheck:
 def compare(source: Source, result: Source, ids: Sequence[int], noise: float = 0.0) -> SelfCheck:
     """Run `ids` through both in float32. CheckpointError when the result is not finite anywhere.
 
-    Each layer is read, run and dropped before the next, so the largest layer in float32 is held.
+    Each matrix is read, multiplied and dropped before the next, some rows in float32 at a time:
+    what is held is the largest one as it is stored.
     """
     expected = dict(_run(source, ids))
     places = []
@@ -105,28 +103,6 @@ def compare(source: Source, result: Source, ids: Sequence[int], noise: float = 0
     return SelfCheck(places, noise)
 
 
-class _Streamed:
-    """A decoder layer that has its weights only while it is called."""
-
-    def __init__(
-        self, layer: Any, fill: Callable[[nn.Module], None], seen: Callable[[mx.array], None]
-    ) -> None:
-        self._layer, self._fill, self._seen = layer, fill, seen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, h: mx.array, segments: Any, caches: Any, *more: Any, **named: Any) -> Any:
-        self._seen(h)
-        self._fill(self._layer)
-        out = self._layer(h, segments, caches, *more, **named)
-        # Also what the caches took, or it would keep the weights it is computed from.
-        mx.eval(out, [a for cache in caches for a in cache.arrays()])
-        _empty(self._layer)
-        mx.clear_cache()
-        return out
-
-
 def _run(source: Source, ids: Sequence[int]) -> Iterator[tuple[str, np.ndarray]]:
     """Hidden states [T, H] of every place, and logits [1, V] of the last token.
 
@@ -134,58 +110,40 @@ def _run(source: Source, ids: Sequence[int]) -> Iterator[tuple[str, np.ndarray]]
     """
     model: Any = build_target(source.config)
     layers, caches = model.model.layers, model.make_cache()
-    own_head = "lm_head" in model
     states: list[np.ndarray] = []
 
     def seen(h: mx.array) -> None:
         states.append(np.array(h[0].astype(mx.float32)))
 
     model.model.layers = [
-        _Streamed(layer, lambda m, i=i: _fill(m, source, f"model.layers.{i}."), seen)
-        for i, layer in enumerate(layers)
+        StreamedLayer(layer, source, f"model.layers.{i}.", seen) for i, layer in enumerate(layers)
     ]
     rest = [n for n in source.weights if not n.startswith((_EMBEDDING, _HEAD, "model.layers."))]
-    _set(model, source, {name: name for name in rest})
-    table = source.weights[_EMBEDDING].read()
-    rows = table[mx.array(list(ids))].astype(mx.float32)
-    mx.eval(rows)
+    fill(model, source, {name: name for name in rest})
+    rows = source.weights[_EMBEDDING].open()
     # The embedding holds the prompt's rows alone, so the prompt is rows 0, 1, 2, ...
-    model.model.embed_tokens.weight = rows
-    head = None if own_head else table
-    del table
+    model.model.embed_tokens.weight = mx.concatenate([rows(i, i + 1) for i in ids]).astype(
+        mx.float32
+    )
+    mx.eval(model.model.embed_tokens.weight)
+    del rows
     segment = Segment(mx.arange(len(ids), dtype=mx.int32), caches)
     hidden, last = model.forward([segment], [len(layers) - 1])
     seen(last)
     yield "embedding", states[0]
     for index, state in enumerate(states[1:]):
         yield f"layer {index}", state
-    head = source.weights[_HEAD].read() if head is None else head
-    mx.eval(head)
-    yield "logits", _logits(model, head, hidden[:, -1:])
+    yield "logits", _logits(model, source, hidden[:, -1:])
 
 
-def _logits(model: Any, head: mx.array, row: mx.array) -> np.ndarray:
-    module = model.lm_head if "lm_head" in model else model.model.embed_tokens
+def _logits(model: Any, source: Source, row: mx.array) -> np.ndarray:
+    own = "lm_head" in model
+    module = model.lm_head if own else model.model.embed_tokens
+    # A table that serves as the head, too, is read a second time: it is no small part of a model.
+    head = source.weights[_HEAD] if own else source.again().weights[_EMBEDDING]
     parts = []
-    for start in range(0, head.shape[0], _HEAD_ROWS):
-        module.weight = head[start : start + _HEAD_ROWS].astype(mx.float32)
+    for rows in head.chunks():
+        module.weight = rows.astype(mx.float32)
         parts.append(np.array(model.logits(row)[0].astype(mx.float32)))
     logits = np.concatenate(parts, axis=-1)
     return logits - logits.mean(axis=-1, keepdims=True)
-
-
-def _fill(layer: nn.Module, source: Source, prefix: str) -> None:
-    names = [name for name in source.weights if name.startswith(prefix)]
-    _set(layer, source, {name.removeprefix(prefix): name for name in names})
-
-
-def _set(module: nn.Module, source: Source, names: Mapping[str, str]) -> None:
-    """Read weights one by one in float32; `names`: the module's parameter -> the source's."""
-    for parameter, name in names.items():
-        array = source.weights[name].read().astype(mx.float32)
-        mx.eval(array)
-        module.update(tree_unflatten([(parameter, array)]))
-
-
-def _empty(layer: nn.Module) -> None:
-    layer.update(tree_map(lambda _: mx.zeros((0,)), layer.parameters()))

@@ -162,8 +162,6 @@ def _job(
     outputs: list[Output] = outputs_of(prefix + name, weight.shape, kind, settings)
 
     def encoded() -> Iterator[memoryview]:
-        array = weight.read()
-        mx.eval(array)
-        return encode(array, kind, settings, f"{name} of {source.path}")
+        return encode(weight.chunks(), kind, settings, f"{name} of {source.path}")
 
     return Job(tuple(outputs), encoded)

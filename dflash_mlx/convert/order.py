@@ -173,8 +173,12 @@ def _self_check(plan: Plan) -> SelfCheck:
         {k: v for k, v in settings.items() if not isinstance(v, dict)},
         {k: v for k, v in settings.items() if isinstance(v, dict)},
     )
-    weights = {k.removeprefix(prefix): v for k, v in read_weights(plan.destination).items()}
-    written = Checkpoint(plan.source.config, groups, weights)
+
+    def written() -> Checkpoint:
+        stored = read_weights(plan.destination)
+        weights = {name.removeprefix(prefix): array for name, array in stored.items()}
+        return Checkpoint(plan.source.config, groups, weights)
+
     before, after = open_source(plan.loads.path), open_folder(plan.destination, written)
     kinds = [groups.common, *groups.by_path.values()]
     return compare(before, after, plan.prompt, max(noise_of(dict(kind)) for kind in kinds))

@@ -292,9 +292,8 @@ def make_plan(order: Order, loads: Loads, destination: Path) -> Plan:
     files += list_files(loads.drafter)
     draft_shards: list[Shard] = []
     if loads.drafter is not None:
-        drafter = open_folder(
-            loads.drafter, Checkpoint({}, Groups({}, {}), read_weights(loads.drafter))
-        )
+        place = loads.drafter
+        drafter = open_folder(place, lambda: Checkpoint({}, Groups({}, {}), read_weights(place)))
         draft_shards = make_shards(plain_jobs(drafter, mx.bfloat16), order.shard_bytes)
     shards = make_shards(decision.jobs, order.shard_bytes)
     plan = Plan(

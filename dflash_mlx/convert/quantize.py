@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -34,9 +34,6 @@ RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
 _PREFIXES = ("", "language_model.")
-
-#: bytes of source rows quantized at once, so that no second copy of a large tensor is held
-CHUNK = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -199,21 +196,19 @@ def outputs_of(
 
 
 def encode(
-    array: mx.array, dtype: mx.Dtype, settings: Settings | None, place: str
+    chunks: Iterable[mx.array], dtype: mx.Dtype, settings: Settings | None, place: str
 ) -> Iterator[memoryview]:
-    """The bytes of `outputs_of`, in their order, a few rows at a time.
+    """The bytes of `outputs_of`, in their order, from a tensor's rows, a few at a time.
 
     Rows are quantized independently, so chunks give the same bytes as the whole. CheckpointError
     for a number that is not finite in `dtype`; `place` names the tensor for its message.
     """
-    rows = array.reshape(-1, array.shape[-1]) if array.ndim > 1 else array.reshape(1, -1)
-    step = max(1, CHUNK // max(1, rows.shape[-1] * rows.itemsize))
     later: list[list[memoryview]] = [[], []]
-    for start in range(0, rows.shape[0], step):
-        chunk = rows[start : start + step]
-        if mx.issubdtype(chunk.dtype, mx.floating):
-            chunk = chunk.astype(dtype)
-            _refuse_not_finite(chunk, array.dtype, place)
+    for stored in chunks:
+        chunk = stored
+        if mx.issubdtype(stored.dtype, mx.floating):
+            chunk = stored.astype(dtype)
+            _refuse_not_finite(chunk, stored.dtype, place)
         parts = (chunk,) if settings is None else mx.quantize(chunk, **settings)
         mx.eval(parts)
         yield _bytes(parts[0])

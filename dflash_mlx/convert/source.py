@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,39 @@ from dflash_mlx.loader import Checkpoint, check_names, dtype_name, open_checkpoi
 
 _PARTS = (".weight", ".scales", ".biases")
 
+#: bytes of dense rows at once, so that no second copy of a large tensor is held
+CHUNK = 4_000_000
+
+Rows = Callable[[int, int], mx.array]
+
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter. `read` gives its dense values once; afterwards nothing here holds them."""
+    """One parameter, to be read once; afterwards nothing here holds it.
+
+    `open` reads it as it is stored and returns what gives rows start .. stop - 1 of its dense
+    values in `dtype`: [stop - start, in], all leading axes counted as one; a vector is one row.
+    A packed matrix is so never held as the numbers it stands for.
+    """
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
-    read: Callable[[], mx.array]
+    open: Callable[[], Rows]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    def read(self) -> mx.array:
+        """All of it at once, in its own shape."""
+        return self.open()(0, self.rows).reshape(self.shape)
+
+    def chunks(self) -> Iterator[mx.array]:
+        """All of it, some CHUNK bytes of rows at a time."""
+        take = self.open()
+        step = max(1, CHUNK // max(1, math.prod(self.shape[-1:]) * self.dtype.size))
+        for start in range(0, self.rows, step):
+            yield take(start, min(start + step, self.rows))
 
 
 @dataclass(frozen=True)
@@ -38,19 +64,20 @@ class Packed:
 
 @dataclass(frozen=True)
 class Source:
-    """An opened checkpoint. A weight is read once; open the checkpoint again to read it again."""
+    """An opened checkpoint. A weight is read once; what is opened `again` gives it again."""
 
     path: Path
     config: dict[str, Any]
     weights: dict[str, Weight]  # by parameter name; of packed modules the values they stand for
-    packed: dict[str, Packed] = field(default_factory=dict)  # by module path
+    packed: dict[str, Packed]  # by module path
+    again: Callable[[], Source]
 
 
 def open_source(path: Path) -> Source:
     """A folder (HF or MLX, quantized or not) or a .gguf file; CheckpointError as `load_target`."""
     if path.suffix.lower() == ".gguf":
         return _open_gguf(path)
-    return open_folder(path, open_checkpoint(path))
+    return open_folder(path, partial(open_checkpoint, path))
 
 
 def check_against(source: Source, model: nn.Module) -> None:
@@ -73,7 +100,9 @@ def check_against(source: Source, model: nn.Module) -> None:
             )
 
 
-def open_folder(path: Path, checkpoint: Checkpoint) -> Source:
+def open_folder(path: Path, checkpoint_of: Callable[[], Checkpoint]) -> Source:
+    """A folder whose weights `checkpoint_of` names."""
+    checkpoint = checkpoint_of()
     stored, groups = checkpoint.weights, checkpoint.groups
     weights: dict[str, Weight] = {}
     packed: dict[str, Packed] = {}
@@ -81,27 +110,43 @@ def open_folder(path: Path, checkpoint: Checkpoint) -> Source:
         settings = groups.of(module)
         names = [module + part for part in _PARTS if module + part in stored]
         # Two ways to the same tensors: as they are, and as the weight they stand for.
-        twin = {name: stored[name] for name in names}
-        packed[module] = Packed(settings, {name: _popping(stored, name) for name in names})
-        dense = take_dense(module, dict(twin), settings, path)
+        packed[module] = Packed(settings, {name: _stored(stored, name) for name in names})
+        dense = partial(take_dense, module, groups=settings, source=path)
+        of_all = dense({name: stored[name] for name in names})  # for its shape, never evaluated
         weights[f"{module}.weight"] = Weight(
-            dense.shape, dense.dtype, _dense_reader(module, stored, settings, path)
+            of_all.shape, of_all.dtype, partial(_dense_rows, stored, names, dense)
         )
     taken = {name for entry in packed.values() for name in entry.parts}
     for name in stored.keys() - taken:
-        weights[name] = _popping(stored, name)
-    return Source(path, checkpoint.config, weights, packed)
+        weights[name] = _stored(stored, name)
+    return Source(
+        path, checkpoint.config, weights, packed, partial(open_folder, path, checkpoint_of)
+    )
 
 
-def _popping(stored: dict[str, mx.array], name: str) -> Weight:
+def _stored(stored: dict[str, mx.array], name: str) -> Weight:
     array = stored[name]
-    return Weight(array.shape, array.dtype, lambda: stored.pop(name))
+    return Weight(array.shape, array.dtype, lambda: _sliced(stored.pop(name)))
 
 
-def _dense_reader(
-    module: str, stored: dict[str, mx.array], settings: Settings, path: Path
-) -> Callable[[], mx.array]:
-    return lambda: take_dense(module, stored, settings, path)
+def _flat(array: mx.array) -> mx.array:
+    """Read now, its leading axes as one."""
+    mx.eval(array)
+    return array.reshape(-1, array.shape[-1]) if array.ndim > 1 else array.reshape(1, -1)
+
+
+def _sliced(array: mx.array) -> Rows:
+    flat = _flat(array)
+    return lambda start, stop: flat[start:stop]
+
+
+def _dense_rows(
+    stored: dict[str, mx.array],
+    names: Sequence[str],
+    dense: Callable[[dict[str, mx.array]], mx.array],
+) -> Rows:
+    parts = {name: _flat(stored.pop(name)) for name in names}
+    return lambda start, stop: dense({name: part[start:stop] for name, part in parts.items()})
 
 
 def _open_gguf(path: Path) -> Source:
@@ -110,12 +155,8 @@ def _open_gguf(path: Path) -> Source:
 
     model = open_gguf(path)
     config = model.config()
-
-    def dense(name: str) -> Callable[[], mx.array]:
-        return lambda: model.dense(name, mx.float32)
-
     weights = {
-        model.hf_name(name): Weight(shape, mx.float32, dense(name))
+        model.hf_name(name): Weight(shape, mx.float32, partial(model.rows, name, mx.float32))
         for name, shape in model.shapes().items()
     }
     names = {model.hf_name(name): name for name in model.shapes()}
@@ -127,7 +168,7 @@ def _open_gguf(path: Path) -> Source:
         packed[module] = Packed(
             settings, _affine_parts(module, model.shapes()[name], settings, affine)
         )
-    return Source(path, config, weights, packed)
+    return Source(path, config, weights, packed, partial(_open_gguf, path))
 
 
 def _affine_parts(
@@ -148,6 +189,6 @@ def _affine_parts(
     scales = ((*rows, inputs // settings["group_size"]), mx.float32)
     parts = (((*rows, inputs * settings["bits"] // 32), mx.uint32), scales, scales)
     return {
-        name: Weight(*part, partial(take, name))
+        name: Weight(*part, lambda name=name: _sliced(take(name)))  # type: ignore[misc]
         for name, part in zip((module + p for p in _PARTS), parts, strict=True)
     }

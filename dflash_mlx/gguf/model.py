@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,25 @@ class GGUFModel:
         values = entry.finish(to_dense(tensor, mx.float32, entry.rows, entry.columns))
         mx.eval(values)
         return values
+
+    def rows(self, name: str, dtype: mx.Dtype) -> Callable[[int, int], mx.array]:
+        """What dequantizes rows start .. stop - 1 of one weight: [stop - start, in].
+
+        The model's rows, all leading axes counted as one.
+        """
+        tensor, entry = self.file.tensors[name], self._used[name]
+        if entry.finish is not None:
+            whole = self.dense(name, dtype)
+            flat = whole.reshape(-1, whole.shape[-1])
+            return lambda start, stop: flat[start:stop]
+
+        def part(start: int, stop: int) -> mx.array:
+            taken = slice(start, stop) if entry.rows is None else entry.rows[start:stop]
+            rows = tensor.rows[taken]
+            shape = (len(rows), tensor.shape[-1])
+            return to_dense(replace(tensor, shape=shape, rows=rows), dtype, columns=entry.columns)
+
+        return part
 
     def affine(self, name: str, dtype: mx.Dtype) -> dict[str, mx.array]:
         """One matrix that `quantization()` describes: packed weight, scales and biases by name."""

@@ -5,7 +5,7 @@ Buffers grow by steps; the same steps are taken here as in cache/ and decode/ses
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from dflash_mlx.plan.shape import QUANTIZED, Layer, Shape, kind_of
 # As in cache/kv, cache/context and decode/session, which are not imported since they need MLX.
 GROWTH_ROWS = 256
 REWIND_ROWS = 64
+SPARE_ROWS, SPARE_SHARE = 64, 8
 PREFILL_CHUNK = 512
 
 _ROUTER_BITS = 8  # routers are kept in 8 bits by mlx-lm's recipes
@@ -79,16 +80,26 @@ def draft_precision(float_bytes: int, bits: int | None) -> Precision:
 
 
 def cache_bytes(shape: Shape, context: int, block: int, float_bytes: int) -> dict[str, int]:
-    """What the target keeps of a sequence of `context` positions with a block in verification."""
-    rows: dict[int | None, int] = {}
-    kv = state = 0
-    for layer in shape.layers:
-        if layer.kv_width:
-            if layer.window not in rows:
-                rows[layer.window] = attention_rows(layer.window, context, block)
-            kv += layer.kv_width * rows[layer.window] * float_bytes
-        state += _state_bytes(layer, context, block, float_bytes)
+    """The most that the target keeps of a sequence of `context` positions, while the prompt is
+    read, when windows hold a chunk more, or with the last block in verification."""
+    layers = [(layer.kv_width, layer.window) for layer in shape.layers]
+    state = sum(_state_bytes(layer, context, block, float_bytes) for layer in shape.layers)
+    kv = _most_rows(layers, attention_rows, context, block) * float_bytes
     return {"kv_cache": kv, "recurrent_state": state}
+
+
+def _most_rows(
+    layers: Sequence[tuple[int, int | None]],
+    rows_of: Callable[[int | None, int, int], list[int]],
+    context: int,
+    block: int,
+) -> int:
+    """Numbers in all layers' rows at the write after which they are most; width, window a layer."""
+    widths: dict[int | None, int] = {}
+    for width, window in layers:
+        widths[window] = widths.get(window, 0) + width
+    rows = [[width * n for n in rows_of(w, context, block)] for w, width in widths.items() if width]
+    return max(map(sum, zip(*rows, strict=True)), default=0)
 
 
 def _state_bytes(layer: Layer, context: int, block: int, float_bytes: int) -> int:
@@ -102,37 +113,36 @@ def _state_bytes(layer: Layer, context: int, block: int, float_bytes: int) -> in
 
 def draft_cache_bytes(shape: Shape, context: int, block: int, float_bytes: int) -> int:
     """The drafter's context K/V."""
-    windows = {layer.window for layer in shape.layers}
-    rows = {window: drafter_rows(window, context, block) for window in windows}
-    return sum(layer.kv_width * rows[layer.window] for layer in shape.layers) * float_bytes
+    layers = [(layer.kv_width, layer.window) for layer in shape.layers]
+    return _most_rows(layers, drafter_rows, context, block) * float_bytes
 
 
-def attention_rows(window: int | None, context: int, block: int) -> int:
-    """Rows a target layer's buffers have room for at the last block (cache/kv, cache/window)."""
+def attention_rows(window: int | None, context: int, block: int) -> list[int]:
+    """Rows a target layer's buffers have room for after each write (cache/kv, cache/window)."""
     if window is not None:
         buffer = _Buffer(window)
-        for rows in _writes(context, block):
-            buffer.write(rows)
-        return buffer.capacity
+        return [buffer.write(rows) for rows in _writes(context, block)]
     end = capacity = 0
+    found = []
     for rows in _writes(context, block):
         end += rows
         if end > capacity:
             capacity = _rounded(max(end, capacity + max(GROWTH_ROWS, capacity // 4)))
-    return capacity
+        found.append(capacity)
+    return found
 
 
-def drafter_rows(window: int | None, context: int, block: int) -> int:
-    """Rows that a drafter layer's buffers have room for (cache/context)."""
+def drafter_rows(window: int | None, context: int, block: int) -> list[int]:
+    """Rows that a drafter layer's buffers have room for after each write (cache/context)."""
     buffer = _Buffer(window)
     *prompt, last = _writes(context, block)
+    found = []
     for rows in prompt:
         given = rows if window is None else min(rows, window - 1 + REWIND_ROWS)
         if given < rows:
             buffer.held = 0
-        buffer.write(given, superseded=given)
-    buffer.write(last)
-    return buffer.capacity
+        found.append(buffer.write(given, superseded=given))
+    return [*found, buffer.write(last)]
 
 
 class _Buffer:
@@ -141,17 +151,21 @@ class _Buffer:
     def __init__(self, window: int | None) -> None:
         self.window, self.held, self.capacity = window, 0, 0
 
-    def write(self, rows: int, superseded: int = 0) -> None:
-        oversized = False
-        if self.window is not None:
-            reach = self.window - 1 + REWIND_ROWS
-            oversized = self.capacity > _roomy(reach, rows)
-        if self.held + rows > self.capacity or oversized:
-            if self.window is not None:
-                self.held = min(self.held, max(0, reach - superseded))
-            if oversized or self.held + rows + GROWTH_ROWS // 2 > self.capacity:
+    def write(self, rows: int, superseded: int = 0) -> int:
+        """Rows there is room for then."""
+        if self.window is None:
+            if self.held + rows > self.capacity:
                 self.capacity = _roomy(self.held, rows)
+        else:
+            reach = self.window - 1 + REWIND_ROWS
+            spare = max(SPARE_ROWS, self.window // SPARE_SHARE)
+            keep = min(self.held, max(0, reach - superseded))
+            largest = max(keep + rows, reach + spare)
+            if self.held + rows > self.capacity or self.capacity > largest:
+                self.held = keep
+                self.capacity = min(largest, keep + max(rows, GROWTH_ROWS, keep // 4))
         self.held += rows
+        return self.capacity
 
 
 def _roomy(keep: int, rows: int) -> int:
