@@ -48,8 +48,11 @@ def test_a_median_of_ratios_is_not_a_ratio_of_medians() -> None:
     ("pairs", "reason"),
     [
         ([], "nothing was measured"),
-        ([pair(), pair(difference=Difference(3, 0.2, 1e4))], "1 of 2 runs differ .* at token 3"),
-        ([pair(difference=Difference(9, math.inf, math.inf))], "where one text ends"),
+        (
+            [pair(), pair(difference=Difference(3, 0.2, 1e4, False))],
+            "1 of 2 runs differ .* at token 3",
+        ),
+        ([pair(difference=Difference(9, math.inf, math.inf, False))], "where one text ends"),
         ([same(made(2.0, [1, 2] * 20))], "1 of 1 texts repeat"),
         ([pair(again=5.0)], "plain decoding is 1.250 times as fast as itself"),
         ([same(made(2.0, [1]))], "could not be timed"),
@@ -67,7 +70,7 @@ def test_speed_ups_are_refused_with_the_reason(pairs: list[Pair], reason: str) -
 
 
 def test_near_ties_and_sampled_texts_are_no_reason() -> None:
-    near = pair(difference=Difference(3, 2e-6, compare.NEAR_TIE_SPACINGS))
+    near = pair(difference=Difference(3, 2e-6, 3.0, True))
     assert measure.refusal([near]) is None
     assert measure.summarise([near])["agreement"]["identical"] == 0
     sampled = measure.summarise([pair(greedy=False)])
@@ -77,13 +80,13 @@ def test_near_ties_and_sampled_texts_are_no_reason() -> None:
 
 def test_a_disagreement_is_told_of_one_pair() -> None:
     """The first index of one pair beside the gap of another would describe no text."""
-    early, late = Difference(1, 1e-6, 2.0), Difference(7, 0.5, 900.0)
+    early, late = Difference(1, 1e-6, 2.0, True), Difference(7, 0.5, 900.0, False)
     pairs = [pair(name="a", difference=early), pair(name="b", difference=late), pair(name="c")]
     assert measure.summarise(pairs)["agreement"] == {
         "identical": 1, "total": 3, "prompt": "b", "first_difference": 7, "logit_gap": 0.5,
         "gap_spacings": 900.0,
     }  # fmt: skip
-    ended = pair(name="d", difference=Difference(4, math.inf, math.inf))
+    ended = pair(name="d", difference=Difference(4, math.inf, math.inf, False))
     agreement = measure.summarise([*pairs, ended])["agreement"]
     assert (agreement["prompt"], agreement["first_difference"]) == ("d", 4)
     assert agreement["logit_gap"] is None  # JSON knows no infinity

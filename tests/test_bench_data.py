@@ -1,4 +1,4 @@
-"""Where the benchmark's prompts come from: the package, the hub, folders, files; and their length."""
+"""Where the benchmark's prompts come from (package, hub, folder, file), and their lengths."""
 
 from __future__ import annotations
 
@@ -42,10 +42,14 @@ ROWS = {
     "mt-bench": ({"question_id": 81, "turns": ["Go.", "On."]}, "Go."),
     "alpaca": ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\nInput:\n1 2"),
     "gpqa": (
-        {"Question": "Q?", "Correct Answer": "c", **{f"Incorrect Answer {n}": f"i{n}" for n in (1, 2, 3)}},
+        {"Question": "Q?", "Correct Answer": "c", "Incorrect Answer 1": "i1",
+         "Incorrect Answer 2": "i2", "Incorrect Answer 3": "i3"},
         None,
     ),
-    "longbench": ({"input": "", "context": "A report."}, "A report.\n\nWrite a one-page summary of the text above."),
+    "longbench": (
+        {"input": "", "context": "A report."},
+        "A report.\n\nWrite a one-page summary of the text above.",
+    ),
 }  # fmt: skip
 
 
@@ -135,9 +139,9 @@ def test_samples_of_the_package_serve_while_they_suffice(server: FakeHub) -> Non
         assert len({q.name for q in loaded.questions}) == 16
     assert load("gsm8k", 1, None).questions[0].prompt.endswith(REASON)
     assert server.asked == []
-    with pytest.raises(SourceError, match="The dataset openai/gsm8k .* shows no repo"):
+    with pytest.raises(SourceError, match=r"The dataset openai/gsm8k .* shows no repo"):
         load("gsm8k", 17, None)
-    with pytest.raises(SourceError, match="The dataset HuggingFaceH4/MATH-500 .* shows no repo"):
+    with pytest.raises(SourceError, match=r"The dataset HuggingFaceH4/MATH-500 .* shows no repo"):
         load("math500", 1, None)
 
 
@@ -145,7 +149,7 @@ def test_a_gated_data_set_says_where_to_ask(server: FakeHub) -> None:
     place = SUITES["gpqa"]
     repo = FakeRepo({place.file: b"x"}, commit=str(place.revision), gated=True)
     server.repos[f"datasets/{place.repo}"] = repo
-    with pytest.raises(SourceError, match="is gated.*/datasets/Idavidrein/gpqa"):
+    with pytest.raises(SourceError, match=r"is gated.*/datasets/Idavidrein/gpqa"):
         load("gpqa", 1, None)
 
 
@@ -167,7 +171,7 @@ def test_data_sets_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("math500.jsonl", '{"problem": "a"}\n{"question": "b"}\n', "line 2 has no text in the column 'problem'"),
+        ("math500.jsonl", '{"problem": "a"}\n{"a": "b"}\n', "line 2 has no text in .* 'problem'"),
         ("math500.jsonl", '{"problem": ""}\n', "line 1 has no text in the column 'problem'"),
         ("math500.jsonl", '{"problem"', "line 1 is no JSON"),
         ("math500.jsonl", "\n", "has no rows"),
@@ -187,7 +191,7 @@ def test_faults_of_a_data_set_are_named(name: str, text: str, message: str, tmp_
 def test_an_archive_without_its_members_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "longbench.zip", "w") as archive:
         archive.writestr("data/other.jsonl", "{}")
-    with pytest.raises(UsageError, match="has no file data/gov_report.jsonl"):
+    with pytest.raises(UsageError, match=r"has no file data/gov_report\.jsonl"):
         load("longbench", 9, str(tmp_path))
 
 
@@ -201,7 +205,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(
-        UsageError, match="pyarrow, which reads them, is not installed.*pip install"
+        UsageError, match=r"pyarrow, which reads them, is not installed.*pip install"
     ):
         list(rows(tmp_path / "x.parquet"))
 

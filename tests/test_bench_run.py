@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from dataclasses import dataclass
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from dflash_mlx.bench import compare, cycle, measure, play, report
 from dflash_mlx.bench.play import Player, Settings
 from dflash_mlx.bench.questions import Question
 from dflash_mlx.bench.rival import MlxLm
+from dflash_mlx.cli import bench as command
 from dflash_mlx.errors import UsageError
 
 SCHEMA = Path(measure.__file__).with_name("schema.md").read_text("utf-8")
@@ -59,13 +63,6 @@ def bench(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    file = tmp_path / "own.jsonl"
-    file.write_text('{"id": "a", "prompt": "a"}\n{"id": "b", "turns": ["b", "c"]}\n')
-    return str(file)
-
-
 def kinds(found: Any, path: str = "") -> dict[str, set[str]]:
     """Every path of a JSON document with the kinds of its values; * stands for any key of the
     sections whose keys are names, and for list elements."""
@@ -101,45 +98,76 @@ def documented() -> dict[str, set[str]]:
     return found
 
 
-def test_a_whole_run(row_invariant_blas, tiny, own: str, tmp_path: Path, capsys) -> None:
-    notes, page = tmp_path / "r.md", tmp_path / "r.html"
-    code = bench(
-        "--prompts", own, "--max-tokens", "8", "--json", "--markdown", str(notes), "--html",
-        str(page), "--temp", "0,1", "--samples", "3", "--context", "60,1k",
-    )  # fmt: skip
-    out, err = capsys.readouterr()
-    assert code == 0
-    found = json.loads(out.splitlines()[-1])
+@dataclass
+class Whole:
+    """One run with everything: its exit code, JSON document, remarks, Markdown and page."""
+
+    code: int
+    found: dict[str, Any]
+    err: str
+    notes: str
+    page: str
+
+
+@pytest.fixture(scope="module")
+def whole(made_engine, row_invariant_blas, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "own.jsonl").write_text(
+        '{"id": "a", "prompt": "a"}\n{"id": "b", "turns": ["b", "c"]}\n'
+    )
+    rival = MlxLm(made_engine, tiny_config("llama", vocab_size=VOCAB))
+    arguments = [
+        "--prompts", str(folder / "own.jsonl"), "--max-tokens", "6", "--json", "--samples", "3",
+        "--markdown", str(folder / "r.md"), "--html", str(folder / "r.html"), "--temp", "0,1",
+        "--context", "60,90", "--against", "mlx-lm",
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "load", lambda name, **options: made_engine)
+        patch.setattr(command, "_rival", lambda engine: rival)
+        patch.setattr(sys, "stdout", TextIOWrapper(out_bytes := BytesIO(), "utf-8"))
+        patch.setattr(sys, "stderr", TextIOWrapper(err_bytes := BytesIO(), "utf-8"))
+        code = bench(*arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        out, err = out_bytes.getvalue().decode(), err_bytes.getvalue().decode()
+    notes, page = ((folder / name).read_text("utf-8") for name in ("r.md", "r.html"))
+    return Whole(code, json.loads(out.splitlines()[-1]), err, notes, page)
+
+
+def test_a_whole_run(whole: Whole) -> None:
+    found = whole.found
+    assert whole.code == 0
     assert {"model", "drafter", "machine", "settings", "suites", "summary"} <= set(found)
     assert list(found["suites"]) == [
-        "own 60 temp 0", "own 60 temp 1", "own 1k temp 0", "own 1k temp 1",
+        "own 60 temp 0", "own 60 temp 1", "own 90 temp 0", "own 90 temp 1",
     ]  # fmt: skip
     first = found["suites"]["own 60 temp 0"]
     assert (first["suite"], first["context"], first["temperature"]) == ("own", 60, 0)
     assert first["agreement"]["identical"] == first["agreement"]["total"] == 2
-    assert found["by_context"]["1k"]["prompts"] == 2
+    assert first["mlx_lm"]["identical_to_plain"] == first["mlx_lm"]["greedy"] == 2
+    assert found["by_context"]["90"]["prompts"] == 2
     assert found["by_temperature"]["1"]["agreement"]["total"] == 0
     assert found["summary"]["pairs"] == found["planned_pairs"] == len(found["points"]) == 8
-    assert {p["prompt_tokens"] for p in found["points"]} <= {*range(52, 61), *range(1016, 1025)}
-    assert found["summary"]["answer_tokens"]["asked"] == 8
+    assert {p["prompt_tokens"] for p in found["points"]} <= {*range(52, 61), *range(82, 91)}
+    assert found["summary"]["answer_tokens"]["asked"] == 6
     assert 0 < found["summary"]["drafter_share"] < 1
     assert found["settings"]["block_policy"] == "blocks of 3"
     assert sum(found["summary"]["accept_histogram"]) > 4
     assert not found["partial"]
-    assert "own at 1k has 2 prompts, fewer than the 3 asked for; all of them are run." in err
-    assert "own 1k temp 1: 2 of 2" in err
-    assert "| prompts | 2 | 2 | 2 | 2 | 2 | 2 | 4 | 4 | 4 |" in notes.read_text()
-    assert page.read_text().count("<circle") == 16  # a dot a pair and side
 
 
-def test_the_documented_schema_is_what_comes_out(tiny, own: str, capsys, monkeypatch) -> None:
-    from dflash_mlx.cli import bench as command
+def test_a_whole_run_is_told_and_kept(whole: Whole) -> None:
+    sentence = "own at 90 has 2 prompts, fewer than the 3 asked for; all of them are run."
+    assert sentence in whole.err
+    assert sentence in whole.notes
+    assert sentence in whole.page
+    assert "own 90 temp 1: 2 of 2" in whole.err
+    assert "| prompts | 2 | 2 | 2 | 2 | 2 | 2 | 4 | 4 | 4 |" in whole.notes
+    assert whole.page.count("<circle") == 16  # a dot a pair and side
 
-    rival = MlxLm(tiny, tiny_config("llama", vocab_size=VOCAB))
-    monkeypatch.setattr(command, "_rival", lambda engine: rival)
-    arguments = ["--max-tokens", "4", "--json", "--temp", "0,1", "--samples", "3", "--context", "60", "--against", "mlx-lm"]
-    assert bench("--prompts", own, *arguments) == 0
-    found, described = kinds(json.loads(capsys.readouterr().out.splitlines()[-1])), documented()
+
+def test_the_documented_schema_is_what_comes_out(whole: Whole) -> None:
+    found, described = kinds(whole.found), documented()
     assert set(found) == set(described)
     for path, some in found.items():
         assert some <= described[path], path
@@ -265,6 +293,7 @@ def test_spacings_are_those_of_the_type(size: float) -> None:
     assert compare.spacing(size, mx.float32) == np.spacing(np.float32(size))
     assert compare.spacing(size, mx.float16) == np.spacing(np.float16(size))
     assert compare.spacing(size, mx.bfloat16) == np.spacing(np.float32(size)) * 2**16
+    assert compare.near_tie_gap(size, mx.bfloat16) == 8 * compare.spacing(size, mx.bfloat16)
 
 
 def test_mlx_lm_runs_the_same_weights(row_invariant_blas, tiny) -> None:

@@ -196,7 +196,7 @@ def _head(
             "calibration": _told(pairs, "calibration"),
             "block_size": engine.block_size,
             "dtype": dtype_name(engine.target.dtype),
-            "near_tie_spacings": NEAR_TIE_SPACINGS,
+            "near_tie_spacings": NEAR_TIE_SPACINGS[engine.target.dtype],
             "exact": engine.exact,
             "model_revision": engine.revisions[0],
             "drafter_revision": engine.revisions[1],

@@ -17,7 +17,7 @@ _STYLE = """
   --ground: #15181d; --plain: #8b94a1; --dflash: #6ea0ff; --alarm: #ff8a80 } }
 * { box-sizing: border-box }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground);
-  margin: 0 auto; max-width: 64rem; padding: 1.5rem 1rem 3rem }
+  margin: 0 auto; max-width: 76rem; padding: 1.5rem 1rem 3rem }
 h1 { font-size: 1.4rem; margin: 0 0 .3rem; overflow-wrap: anywhere }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 .headline { font-size: 1.15rem; margin: 0 0 1rem }
@@ -28,6 +28,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 td, th { padding: .2rem .8rem .2rem 0; text-align: right; white-space: nowrap }
 td:first-child, th:first-child { text-align: left; color: var(--soft) }
 tr + tr { border-top: 1px solid var(--line) }
+.wide td:first-child, .wide th:first-child { position: sticky; left: 0; background: var(--ground) }
 .facts { width: 100%; table-layout: fixed }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; vertical-align: top }
 .facts td:first-child { width: 9.5rem }
