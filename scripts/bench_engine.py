@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -74,7 +75,8 @@ class Bench:
                 self._who[name].append(who)
                 continue
             where = {"prompt": name, "who": who, "token": parted.token}
-            self.differences.append(where | {"gap": parted.gap, "near_tie": parted.near_tie})
+            gap = parted.gap if math.isfinite(parted.gap) else None  # JSON knows no infinity
+            self.differences.append(where | {"gap": gap, "near_tie": parted.near_tie})
 
     def round(self, number: int, name: str) -> None:
         """Everyone once, plain twice; every other round in the opposite order."""
@@ -196,9 +198,10 @@ def table(bench: Bench, found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'pass' if verdict['pass'] else 'FAIL'}  {name} {value}, {word} {bound}"
     for d in bench.differences:
         kind = "near tie" if d["near_tie"] else "FAIL"
+        how = "one text ends" if d["gap"] is None else f"logits {d['gap']:.2g} apart"
         yield (
             f"{kind}  {d['who']} parts from plain at token {d['token']} of {d['prompt']} "
-            f"(logits {d['gap']:.2g} apart); its speed there is not counted"
+            f"({how}); its speed there is not counted"
         )
     if not bench.differences:
         yield "pass  all texts are equal"

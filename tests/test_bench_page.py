@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from bench_reports import document, pair
-from browser import Browser, find_browser
+from browser import NAMES, Browser, find_browser
 
 from dflash_mlx.bench import measure, plots
 from dflash_mlx.bench.page import page
@@ -113,6 +113,12 @@ def test_the_browser_would_see_faults(browser: Browser, tmp_path: Path) -> None:
     assert any("undefined_name" in str(event) for event in browser.complaints)
     assert len(browser.requests) == 2
     assert browser.evaluate("document.documentElement.scrollWidth") > 400
+
+
+def test_ci_installs_a_browser_where_none_of_these_is() -> None:
+    ci = (Path(__file__).parents[1] / ".ci/run").read_text()
+    assert f"for name in {' '.join(NAMES)}; do" in ci
+    assert "export CI=" in ci  # so that a missing one fails here
 
 
 def tree(drawn: str) -> ElementTree.Element:

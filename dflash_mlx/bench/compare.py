@@ -19,8 +19,8 @@ from dflash_mlx.segment import Segment
 _EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 #: Gaps that another order of summation explains, in spacings. Measured on SmolLM2-135M (30 layers),
 #: rows one by one against blocks of 4 to 48: the gaps between its 16 best logits moved by up to 30
-#: spacings in float32, where every sum differs by its order, and by up to 7.25 in the half types,
-#: whose sums are in float32, so that rounding the result hides most of it. Rounded up.
+#: spacings in float32, where every sum differs by its order, and by up to 7.25 in the half types
+#: with matrix products summed in float32, where rounding the result hides most of it. Rounded up.
 NEAR_TIE_SPACINGS = {mx.float32: 32.0, mx.float16: 8.0, mx.bfloat16: 8.0}
 
 
