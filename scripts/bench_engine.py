@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -19,20 +20,16 @@ from typing import Any
 from dflash_mlx.engine import BLAS, Engine, load
 
 # isort: split
-import mlx.core as mx
-import mlx.nn as nn
 from bench_cycles import paired_cycles
-from bench_pairs import AA_LIMIT, BOUNDS, CLOCKS, Pairs, Run, deciding_clock, judge, steady, timed
-from mlx_lm.generate import generation_stream, stream_generate
+from bench_pairs import AA_LIMIT, BOUNDS, CLOCKS, Pairs, deciding_clock, judge, steady
 
 from dflash_mlx import machine
-from dflash_mlx.bench.rival import mlx_lm_model, mlx_lm_tokenizer
+from dflash_mlx.bench.compare import difference
+from dflash_mlx.bench.rival import MlxLm
+from dflash_mlx.bench.spans import TimedRun, timed
 from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.loader import read_target_config
-from dflash_mlx.models.base import Target
-from dflash_mlx.segment import Segment
 
-NEAR_TIE = 1e-4  # logits closer than this may change places when sums run in another order
 _DAYS = "\n".join(f"Day {n}: {3 * n} apples and {2 * n + 1} pears sold." for n in range(1, 31))
 PROMPTS = {
     "pens": "A shop has 14 red pens and twice as many blue ones. On Monday it sells half of all "
@@ -44,39 +41,21 @@ PROMPTS = {
 }
 
 
-def first_difference(
-    target: Target, prompt: list[int], right: list[int], other: list[int]
-) -> tuple[int, float] | None:
-    """Where two continuations part, and how far apart the target's logits hold the tokens there.
-
-    None when they are equal. A text that only ends earlier parts by an infinite gap.
-    """
-    if right == other:
-        return None
-    at = next((i for i, (a, b) in enumerate(zip(right, other, strict=False)) if a != b), None)
-    if at is None:
-        return min(len(right), len(other)), float("inf")
-    ids = mx.array(prompt + right[:at], mx.int32)
-    hidden, _ = target.forward([Segment(ids, target.make_cache())])
-    logits = target.logits(hidden[0, -1])
-    return at, abs(logits[right[at]] - logits[other[at]]).item()
-
-
 class Bench:
     """The programs that run against each other, and what was found."""
 
-    def __init__(self, engine: Engine, reference: nn.Module, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, reference: MlxLm, max_tokens: int) -> None:
         self.engine = engine
         self.drafter = engine.drafter if engine.block_size > 1 else None
         self.max_tokens = max_tokens
         self._plain = Engine(
             engine.target, engine.tokenizer, None, reason="the baseline", model=engine.model
         )
-        self._reference, self._reference_tokenizer = reference, mlx_lm_tokenizer(engine)
+        self._reference = reference
         self.pairs = Pairs()
         self.prompts: dict[str, list[int]] = {}
         self.texts: dict[str, list[int]] = {}
-        self.runs: dict[str, dict[str, list[Run]]] = {}  # prompt -> who -> measured runs
+        self.runs: dict[str, dict[str, list[TimedRun]]] = {}  # prompt -> who -> measured runs
         self.differences: list[dict[str, Any]] = []
         self._who: dict[str, list[str]] = {}  # prompt -> who gave the text of plain decoding
         self._cycles = self._cycle_tokens = 0
@@ -91,15 +70,13 @@ class Bench:
         self._who[name] = []
         for who in ["mlx_lm", *(["dflash"] if self.drafter else [])]:
             other = self._run(who, prompt).tokens
-            parted = first_difference(self.engine.target, prompt, right, other)
+            parted = difference(self.engine.target, self.engine._guard, prompt, right, other)
             if parted is None:
                 self._who[name].append(who)
                 continue
-            at, gap = parted
-            tie = gap < NEAR_TIE
-            self.differences.append(
-                {"prompt": name, "who": who, "token": at, "gap": gap, "near_tie": tie}
-            )
+            where = {"prompt": name, "who": who, "token": parted.token}
+            gap = parted.gap if math.isfinite(parted.gap) else None  # JSON knows no infinity
+            self.differences.append(where | {"gap": gap, "near_tie": parted.near_tie})
 
     def round(self, number: int, name: str) -> None:
         """Everyone once, plain twice; every other round in the opposite order."""
@@ -130,19 +107,11 @@ class Bench:
     def texts_agree(self) -> bool:
         return all(d["near_tie"] for d in self.differences)
 
-    def _run(self, who: str, prompt: list[int]) -> Run:
+    def _run(self, who: str, prompt: list[int]) -> TimedRun:
         if who == "mlx_lm":
-            run = timed(lambda: self._mlx_lm(prompt))
-            mx.synchronize(generation_stream)  # it launches one step more than it yields
-            return run
+            return self._reference.timed(prompt, self.max_tokens)
         engine = self.engine if who == "dflash" else self._plain
         return timed(lambda: self._own(engine, prompt))
-
-    def _mlx_lm(self, prompt: list[int]) -> Iterator[list[int]]:
-        for response in stream_generate(
-            self._reference, self._reference_tokenizer, prompt, max_tokens=self.max_tokens
-        ):
-            yield [response.token]
 
     def _own(self, engine: Engine, prompt: list[int]) -> Iterator[list[int]]:
         for chunk in engine.stream(prompt, max_tokens=self.max_tokens):
@@ -229,9 +198,10 @@ def table(bench: Bench, found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'pass' if verdict['pass'] else 'FAIL'}  {name} {value}, {word} {bound}"
     for d in bench.differences:
         kind = "near tie" if d["near_tie"] else "FAIL"
+        how = "one text ends" if d["gap"] is None else f"logits {d['gap']:.2g} apart"
         yield (
             f"{kind}  {d['who']} parts from plain at token {d['token']} of {d['prompt']} "
-            f"(logits {d['gap']:.2g} apart); its speed there is not counted"
+            f"({how}); its speed there is not counted"
         )
     if not bench.differences:
         yield "pass  all texts are equal"
@@ -241,11 +211,11 @@ _TWO = ("plain", "mlx_lm")
 _RATIOS = ("plain_vs_mlx_lm", "prefill_vs_mlx_lm", "dflash_vs_plain", "cycle_overhead")
 
 
-def _rate(runs: list[Run], clock: str) -> str:
+def _rate(runs: list[TimedRun], clock: str) -> str:
     return f"{statistics.median(r.rate(clock) for r in runs):.2f}" if runs else "-"
 
 
-def _prefill_rate(runs: list[Run], rows: int, clock: str) -> str:
+def _prefill_rate(runs: list[TimedRun], rows: int, clock: str) -> str:
     rates = [rows / getattr(r.prefill, clock) for r in runs]
     return f"{statistics.median(rates):.1f}" if rates else "-"
 
@@ -293,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     try:
         engine = load(given.model, block_size=None)
-        reference = mlx_lm_model(read_target_config(engine.path), engine.target)
+        reference = MlxLm(engine, read_target_config(engine.path))
         bench = Bench(engine, reference, given.max_tokens)
         chosen = dict(list(PROMPTS.items())[: given.prompts])
         measure(bench, chosen, given.repeats, told=not given.json)

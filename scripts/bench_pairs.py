@@ -1,16 +1,13 @@
-"""Spans of generations, paired ratios of them, and what the bounds say of the medians.
-
-Knows no model. Clocks: wall seconds, and CPU seconds of all threads of the process.
-"""
+"""Paired ratios of generations' spans, and what the bounds say of the medians. Knows no model."""
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
+
+from dflash_mlx.bench.spans import Seconds, TimedRun
 
 # name -> (the bound, whether it is a floor)
 BOUNDS = {
@@ -21,59 +18,7 @@ BOUNDS = {
 AA_LIMIT = 0.01  # beyond it wall time says more about the machine than about the programs
 
 
-class Seconds(NamedTuple):
-    """One span, or one moment, on both clocks."""
-
-    wall: float
-    cpu: float
-
-    def since(self, other: Seconds) -> Seconds:
-        return Seconds(self.wall - other.wall, self.cpu - other.cpu)
-
-
 CLOCKS = Seconds._fields
-
-
-def now() -> Seconds:
-    return Seconds(time.perf_counter(), time.process_time())
-
-
-@dataclass(frozen=True)
-class Run:
-    """One generation as its reader sees it, whoever made it.
-
-    prefill: from the call to the first token. decode: from the first token to the last, in which
-    `behind_first` tokens arrived.
-    """
-
-    tokens: list[int]
-    prefill: Seconds
-    decode: Seconds
-    behind_first: int
-
-    def rate(self, clock: str) -> float:
-        """Tokens behind the first one a second."""
-        return self.behind_first / getattr(self.decode, clock)
-
-
-def timed(
-    generate: Callable[[], Iterable[Sequence[int]]], clock: Callable[[], Seconds] = now
-) -> Run:
-    """Read a generation to its end; `generate` yields lists of new tokens, empty ones allowed."""
-    gc.collect()
-    tokens: list[int] = []
-    moments: list[Seconds] = []
-    at_first = 0
-    start = clock()
-    for new in generate():
-        if new:
-            moments.append(clock())
-            tokens += new
-            at_first = at_first or len(tokens)
-    if not moments:
-        raise ValueError("a generation gave no token")
-    first, last = moments[0], moments[-1]
-    return Run(tokens, first.since(start), last.since(first), len(tokens) - at_first)
 
 
 @dataclass
@@ -87,7 +32,7 @@ class Pairs:
         for clock in CLOCKS:
             self.values.setdefault(name, {}).setdefault(clock, []).append(value(clock))
 
-    def add_round(self, runs: Mapping[str, Run]) -> None:
+    def add_round(self, runs: Mapping[str, TimedRun]) -> None:
         """Ratios of one round: plain twice (`plain` and `again`), mlx_lm and dflash where present.
 
         A ratio above 1 means that the one named first is faster.

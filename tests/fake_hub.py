@@ -83,6 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.fake.asked.append((self.command, path, self.headers.get("Range", "")))
         parts = path.strip("/").split("/")
+        if parts[0] == "datasets":  # a repo named "datasets/ORG/NAME" here
+            parts = ["/".join(parts[:2]), *parts[2:]]
         if self.fake.broken:
             self._answer(500, b"out of order")
         elif parts[0] == "wheels":

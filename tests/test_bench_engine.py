@@ -17,6 +17,9 @@ from tiny import target_of, tiny_config
 from tiny_drafter import BLOCK, drafter_config, write_drafter
 from tiny_engine import VOCAB, oracle_for, tiny_engine
 
+from dflash_mlx.bench.compare import near_tie_gap
+from dflash_mlx.bench.rival import MlxLm
+from dflash_mlx.bench.spans import Seconds, TimedRun, timed
 from dflash_mlx.draft.checkpoint import open_drafter
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -24,7 +27,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import bench_cycles  # noqa: E402
 import bench_engine  # noqa: E402
-from bench_pairs import BOUNDS, Pairs, Run, Seconds, deciding_clock, judge, steady, timed  # noqa: E402
+from bench_pairs import BOUNDS, Pairs, deciding_clock, judge, steady  # noqa: E402
 
 __all__ = ["checkout"]  # a fixture of the scripts' tests
 N = 14
@@ -32,9 +35,9 @@ PROMPTS = {"clips": "Count the clips.", "rain": "Why does it rain?"}
 CONFIG = tiny_config("llama", vocab_size=VOCAB)
 
 
-def run_of(rate: float, prefill: float, cpu_rate: float | None = None) -> Run:
+def run_of(rate: float, prefill: float, cpu_rate: float | None = None) -> TimedRun:
     seconds = Seconds(10 / rate, 10 / (cpu_rate or rate))
-    return Run(list(range(11)), Seconds(prefill, 2 * prefill), seconds, 10)
+    return TimedRun(list(range(11)), Seconds(prefill, 2 * prefill), seconds, 10)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(engine):
-    return bench_engine.mlx_lm_model(CONFIG, engine.target)
+    return MlxLm(engine, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -220,31 +223,19 @@ def test_a_text_that_changes_from_run_to_run_stops_everything(engine, reference)
         bench.round(0, "clips")
 
 
-def test_a_text_that_differs_is_refused(engine):
+def test_a_text_that_differs_is_refused(engine, tmp_path):
     """mlx-lm with one changed weight: its speed counts for nothing and the whole fails."""
-    other = bench_engine.mlx_lm_model(CONFIG, target_of(CONFIG, seed=1))
+    other = MlxLm(tiny_engine(tmp_path, target=target_of(CONFIG, seed=1)), CONFIG)
     bench = bench_engine.Bench(engine, other, N)
     bench_engine.measure(bench, {"clips": PROMPTS["clips"]}, 1, told=False)
     found = bench_engine.document(bench, 1)
     assert not found["texts_agree"]
     assert not found["pass"]
     assert [d["who"] for d in found["differences"]] == ["mlx_lm"]
-    assert found["differences"][0]["gap"] > bench_engine.NEAR_TIE
+    assert found["differences"][0]["gap"] > near_tie_gap(1.0, mx.float32)
     assert found["plain_vs_mlx_lm"] is None
     assert found["dflash_vs_plain"] > 0
     assert "FAIL  mlx_lm parts from plain" in "\n".join(bench_engine.table(bench, found))
-
-
-def test_where_texts_part_is_told_with_the_distance_of_the_logits(engine):
-    prompt = [3, 4, 5]
-    right = plain_greedy(engine.target, prompt, 6)
-    part = bench_engine.first_difference
-    assert part(engine.target, prompt, right, list(right)) is None
-    wrong = [*right[:3], (right[3] + 1) % VOCAB, *right[4:]]
-    at, gap = part(engine.target, prompt, right, wrong)
-    assert at == 3
-    assert gap > 0
-    assert part(engine.target, prompt, right, right[:4]) == (4, math.inf)
 
 
 def test_without_a_drafter_there_are_no_cycles_to_judge(engine, reference, tmp_path):

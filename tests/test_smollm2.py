@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from smollm2_texts import TOKENS
 
+from dflash_mlx.bench.compare import near_tie_gap
+
 HERE = Path(__file__).parent
 GOLDENS = HERE / "goldens/smollm2/texts.json"
-#: two logits closer than this may change places when sums are ordered differently
-NEAR_TIE = 1e-4
+#: every row of these texts has a logit above 8
+NEAR_TIE = near_tie_gap(8.0, mx.float32)
 
 pytestmark = pytest.mark.smollm2
 
@@ -59,7 +62,7 @@ def near_ties(found: list[dict[str, Any]], goldens: list[dict[str, Any]]) -> int
         parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if parted is not None:
             gap = golden["gaps"][parted]
-            assert gap < NEAR_TIE, f"{golden['prompt']!r} parts at token {parted}, gap {gap}"
+            assert gap <= NEAR_TIE, f"{golden['prompt']!r} parts at token {parted}, gap {gap}"
             count += 1
     return count
 

@@ -6,10 +6,13 @@ far the machine can be trusted.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from dflash_mlx.bench.compare import Difference
 
 #: texts from this length on are looked at for repetition
 LONG_ENOUGH = 32
@@ -18,8 +21,6 @@ LONGEST_PERIOD = 32
 MOST_REPEATED, LEAST_DISTINCT = 0.5, 0.1
 #: share of degenerate texts, and of drift of plain against itself, beyond which no speed is named
 MOST_DEGENERATE, MOST_DRIFT = 0.25, 0.05
-#: logits closer than this may change places by rounding
-NEAR_TIE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
 
 
 @dataclass(frozen=True)
@@ -38,25 +39,20 @@ class Run:
 class Pair:
     """Plain decoding, DFlash and plain decoding again on one prompt.
 
-    first_difference: index of the first token in which plain and DFlash differ; logit_gap: how far
-    apart the target's logits of the two tokens are there. Both None for equal texts.
+    asked: most tokens of an answer. difference: where plain and DFlash part; None for equal texts,
+    and for sampled ones, which differ by chance. drafter_share: of a cycle, where it was measured.
+    rival: mlx-lm on the same weights.
     """
 
+    name: str
     plain: Run
     dflash: Run
     again: Run
     greedy: bool
-    first_difference: int | None = None
-    logit_gap: float | None = None
-    rival: Run | None = None  # mlx-lm on the same weights
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs; a text that ends earlier differs where it ends."""
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    return None if len(one) == len(other) else min(len(one), len(other))
+    asked: int
+    difference: Difference | None = None
+    drafter_share: float | None = None
+    rival: Run | None = None
 
 
 def longest_repetition(tokens: Sequence[int]) -> int:
@@ -82,21 +78,16 @@ def degenerate(tokens: Sequence[int]) -> bool:
     return longest_repetition(tokens) > MOST_REPEATED * len(tokens) or distinct < LEAST_DISTINCT
 
 
-def summarise(pairs: Sequence[Pair], dtype: str) -> dict[str, Any]:
-    """The report over some prompts. Ratios are medians over pairs; above 1 DFlash is faster.
-
-    prefill_tps, ttft_seconds, generation_tps, latency: medians over prompts of what the statistics
-    define; latency is the whole request, prefill included. speedup_generation leaves prefill out,
-    speedup_total has it in. cycle_cost: a cycle's seconds in plain steps, so the tokens a cycle has
-    to bring to be as fast as plain decoding. refused: why no speed-up may be claimed, or None.
-    """
+def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """The report over some pairs; `schema.md` defines every number. Above 1 DFlash is faster."""
     plain, dflash = [p.plain for p in pairs], [p.dflash for p in pairs]
     latencies = sorted(_all(dflash, "total_seconds"))
     histogram = _added(r.stats["accept_histogram"] for r in dflash)
     cycles = sum(_all(dflash, "cycles"))
     rivals = {"mlx_lm": _against_rival(pairs)} if any(p.rival for p in pairs) else {}
     return {
-        "prompts": len(pairs),
+        "prompts": len({p.name for p in pairs}),
+        "pairs": len(pairs),
         **rivals,
         "prefill_tps": _median(_all(dflash, "prefill_tps")),
         "ttft_seconds": _median(_all(dflash, "prefill_seconds")),
@@ -105,12 +96,7 @@ def summarise(pairs: Sequence[Pair], dtype: str) -> dict[str, Any]:
             "dflash": _median(r.rate for r in dflash),
         },
         "speedup_generation": _median(_ratio(p.dflash.rate, _mean_rate(p)) for p in pairs),
-        "speedup_total": _median(
-            (p.plain.stats["total_seconds"] + p.again.stats["total_seconds"])
-            / 2
-            / p.dflash.stats["total_seconds"]
-            for p in pairs
-        ),
+        "speedup_total": _median(_total_ratio(p) for p in pairs),
         "plain_against_itself": _median(_ratio(p.plain.rate, p.again.rate) for p in pairs),
         "total_seconds": {
             "plain": sum(_all(plain, "total_seconds")),
@@ -123,19 +109,27 @@ def summarise(pairs: Sequence[Pair], dtype: str) -> dict[str, Any]:
         "accept_histogram": histogram,
         "accept_by_position": by_position(histogram),
         "cycle_cost": _median(_cycle_cost(p) for p in pairs),
+        "drafter_share": _median(p.drafter_share for p in pairs),
         "agreement": _agreement(pairs),
         "longest_repetition": max((longest_repetition(r.tokens) for r in dflash), default=0),
         "distinct_share": _median(len(set(r.tokens)) / len(r.tokens) for r in dflash if r.tokens),
+        "answer_tokens": {
+            "asked": max((p.asked for p in pairs), default=None),
+            "plain": _median(len(r.tokens) for r in plain),
+            "dflash": _median(len(r.tokens) for r in dflash),
+        },
         "tokens": sum(_all(dflash, "generation_tokens")),
         "peak_memory_gb": max(_all(dflash, "peak_memory_gb"), default=0.0),
-        "refused": refusal(pairs, dtype),
+        "refused": refusal(pairs),
     }
 
 
-def points(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+def points(group: str, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     """Every pair in short: prompt tokens, and tok/s and seconds of the request on both sides."""
     return [
         {
+            "group": group,
+            "prompt": pair.name,
             "prompt_tokens": pair.plain.stats["prompt_tokens"],
             **{
                 side: {"tps": run.rate, "seconds": run.stats["total_seconds"]}
@@ -152,17 +146,19 @@ def by_position(histogram: Sequence[int]) -> list[float]:
     return [sum(histogram[i:]) / cycles for i in range(1, len(histogram))] if cycles else []
 
 
-def refusal(pairs: Sequence[Pair], dtype: str) -> str | None:
+def refusal(pairs: Sequence[Pair]) -> str | None:
     """Why these pairs allow no claim of a speed-up."""
     if not pairs:
         return "nothing was measured"
-    wrong = [p for p in pairs if p.greedy and not _agrees(p, dtype)]
+    wrong = [p for p in pairs if p.difference is not None and not p.difference.near_tie]
     if wrong:
-        gap = wrong[0].logit_gap
-        of = "where one text ends" if gap is None else f"with logits {gap:.3g} apart"
+        name, worst = _worst(wrong)
+        of = "where one text ends"
+        if math.isfinite(worst.gap):
+            of = f"with logits {worst.gap:.3g} apart, {worst.spacings:.3g} spacings of the type"
         return (
-            f"plain and DFlash texts of {len(wrong)} of {len(pairs)} prompts differ beyond "
-            f"near-ties, the first at token {wrong[0].first_difference}, {of}"
+            f"plain and DFlash texts of {len(wrong)} of {len(pairs)} runs differ beyond "
+            f"near-ties, most in {name} at token {worst.token}, {of}"
         )
     count = sum(degenerate(p.plain.tokens) or degenerate(p.dflash.tokens) for p in pairs)
     if count > MOST_DEGENERATE * len(pairs):
@@ -176,23 +172,27 @@ def refusal(pairs: Sequence[Pair], dtype: str) -> str | None:
     return None
 
 
-def _agrees(pair: Pair, dtype: str) -> bool:
-    if pair.first_difference is None:
-        return True
-    return pair.logit_gap is not None and pair.logit_gap <= NEAR_TIE[dtype]
+def _worst(pairs: Sequence[Pair]) -> tuple[str, Difference]:
+    """Name and difference of the pair that is farthest from a near-tie."""
+    parted = [(p.name, p.difference) for p in pairs if p.difference is not None]
+    return max(parted, key=lambda found: found[1].spacings)
 
 
 def _agreement(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Greedy pairs only: sampled texts differ by chance."""
+    """Greedy pairs only. Where texts differ, everything is of the one farthest from a near-tie."""
     greedy = [p for p in pairs if p.greedy]
-    different = [p for p in greedy if p.first_difference is not None]
-    gaps = [p.logit_gap for p in different if p.logit_gap is not None]
-    return {
+    different = [p for p in greedy if p.difference is not None]
+    found: dict[str, Any] = {
         "identical": len(greedy) - len(different),
         "total": len(greedy),
-        "first_difference": min((p.first_difference or 0 for p in different), default=None),
-        "logit_gap": max(gaps, default=None),
+        **dict.fromkeys(("prompt", "first_difference", "logit_gap", "gap_spacings")),
     }
+    if different:
+        name, worst = _worst(different)
+        finite = math.isfinite(worst.gap)  # JSON knows no infinity
+        found |= {"prompt": name, "first_difference": worst.token}
+        found |= {"logit_gap": worst.gap, "gap_spacings": worst.spacings} if finite else {}
+    return found
 
 
 def _against_rival(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -203,6 +203,7 @@ def _against_rival(pairs: Sequence[Pair]) -> dict[str, Any]:
         "prefill_tps": _median(rival.stats["prefill_tps"] for _, rival in met),
         "plain_against_it": _median(_ratio(_mean_rate(p), rival.rate) for p, rival in met),
         "dflash_against_it": _median(_ratio(p.dflash.rate, rival.rate) for p, rival in met),
+        "greedy": sum(p.greedy for p, _ in met),
         "identical_to_plain": sum(p.plain.tokens == rival.tokens for p, rival in met if p.greedy),
     }
 
@@ -214,6 +215,16 @@ def _cycle_cost(pair: Pair) -> float | None:
         return None
     plain_steps = stats["generation_tokens"] - 1 - stats["cycle_tokens"]
     return (stats["generation_seconds"] * rate - plain_steps) / stats["cycles"]
+
+
+def _total_ratio(pair: Pair) -> float | None:
+    """Of whole requests, a token: sampled texts end where they like."""
+    sides = (pair.plain, pair.dflash, pair.again)
+    each = [r.stats["total_seconds"] / len(r.tokens) if r.tokens else None for r in sides]
+    plain, dflash, again = each
+    if plain is None or dflash is None or again is None:
+        return None
+    return (plain + again) / 2 / dflash
 
 
 def _mean_rate(pair: Pair) -> float | None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
-from dflash_mlx.bench.measure import Pair, Run, first_difference
-from dflash_mlx.bench.suites import Question
+from dflash_mlx.bench.compare import Difference, difference
+from dflash_mlx.bench.cycle import drafter_share
+from dflash_mlx.bench.measure import Pair, Run
+from dflash_mlx.bench.questions import Question
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
-from dflash_mlx.segment import Segment
 
 if TYPE_CHECKING:  # mlx-lm's generation is slow to import, and few runs compare with it
     from dflash_mlx.bench.rival import MlxLm
@@ -24,11 +23,14 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Settings:
+    """How to run. thinking: the template's switch; cool_down: seconds of rest before each run."""
+
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
     repeats: int = 1
-    cool_down: float = 0.0  # seconds of rest before each generation
+    cool_down: float = 0.0
+    thinking: bool | None = None
 
 
 def plain_side(engine: Engine) -> Engine:
@@ -43,15 +45,19 @@ def plain_side(engine: Engine) -> Engine:
     )
 
 
-def check(engine: Engine, questions: Sequence[Question], settings: Settings) -> None:
-    """UsageError before anything runs: no drafter, or an answer that the context cannot hold."""
+def check_drafter(engine: Engine) -> None:
+    """UsageError for an engine that has nothing to compare with plain decoding."""
     if engine.drafter is None or engine.block_size < 2:
         raise UsageError(
             f"{engine.model} runs without a drafter here ({engine.reason}), so there is nothing to "
             "compare. Name a drafter with --draft."
         )
+
+
+def check(engine: Engine, questions: Sequence[Question], settings: Settings) -> None:
+    """UsageError for an answer that the context cannot hold, before anything runs."""
     for question in questions:
-        prompt = engine.prompt(question.prompt, None, None)
+        prompt = engine.prompt(question.prompt, settings.thinking, None)
         if engine.limit(prompt, settings.max_tokens) < settings.max_tokens:
             raise UsageError(
                 f"{question.name} has {len(prompt.ids)} tokens and --max-tokens "
@@ -60,58 +66,83 @@ def check(engine: Engine, questions: Sequence[Question], settings: Settings) -> 
             )
 
 
-def play(
-    engine: Engine,
-    questions: Sequence[Question],
-    settings: Settings,
-    rival: MlxLm | None = None,
-    rest: Callable[[float], None] = time.sleep,
-) -> Iterator[Pair]:
-    """A pair a prompt and repeat, after a warm-up of all sides."""
-    plain = plain_side(engine)
-    for side in (plain, engine):
-        side.generate(questions[0].prompt, max_tokens=WARM_UP_TOKENS)
-    if rival is not None:
-        rival.run(engine.prompt(questions[0].prompt, None, None).ids, WARM_UP_TOKENS, 0.0, 0)
-    for repeat in range(settings.repeats):
-        for question in questions:
-            runs = []
-            for side in (plain, engine, plain):
-                if settings.cool_down:
-                    rest(settings.cool_down)
-                runs.append(_run(side, question, settings, repeat))
-            pair = _pair(engine, question, runs, settings.temperature == 0)
-            if rival is not None:
-                rest(settings.cool_down)
-                ids = engine.prompt(question.prompt, None, None).ids
-                other = rival.run(
-                    ids, settings.max_tokens, settings.temperature, settings.seed + repeat
-                )
-                pair = replace(pair, rival=other)
-            yield pair
+class Player:
+    """The sides that run against each other, warmed up once, at the first prompt."""
 
+    def __init__(
+        self,
+        engine: Engine,
+        rival: MlxLm | None = None,
+        rest: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._engine, self._plain, self._rival, self._rest = engine, plain_side(engine), rival, rest
+        self._warm = False
 
-def _run(engine: Engine, question: Question, settings: Settings, repeat: int) -> Run:
-    sampling = SamplingParams()
-    if settings.temperature:
-        sampling = SamplingParams(settings.temperature, seed=settings.seed + repeat)
-    done = engine.generate(question.prompt, max_tokens=settings.max_tokens, sampling=sampling)
-    return Run(done.token_ids, done.stats.to_json())
+    def play(self, questions: Sequence[Question], settings: Settings) -> Iterator[Pair]:
+        """A pair a prompt and repeat; the first one knows the drafter's share of a cycle."""
+        if not self._warm:
+            self._warm_up(questions[0], settings)
+        for repeat in range(settings.repeats):
+            for number, question in enumerate(questions):
+                yield self._pair(question, settings, repeat, share=not repeat and not number)
 
+    def _warm_up(self, question: Question, settings: Settings) -> None:
+        for side in (self._plain, self._engine):
+            side.generate(question.prompt, max_tokens=WARM_UP_TOKENS, thinking=settings.thinking)
+        if self._rival is not None:
+            self._rival.run(self._ids(question, settings), WARM_UP_TOKENS, 0.0, 0)
+        self._warm = True
 
-def _pair(engine: Engine, question: Question, runs: Sequence[Run], greedy: bool) -> Pair:
-    plain, dflash, again = runs
-    place = first_difference(plain.tokens, dflash.tokens) if greedy else None
-    if place is None or place >= min(len(plain.tokens), len(dflash.tokens)):
-        return Pair(plain, dflash, again, greedy, place)
-    ids = engine.prompt(question.prompt, None, None).ids + plain.tokens[:place]
-    gap = _logit_gap(engine, ids, plain.tokens[place], dflash.tokens[place])
-    return Pair(plain, dflash, again, greedy, place, gap)
+    def _ids(self, question: Question, settings: Settings) -> list[int]:
+        return self._engine.prompt(question.prompt, settings.thinking, None).ids
 
+    def _pair(self, question: Question, settings: Settings, repeat: int, *, share: bool) -> Pair:
+        plain, dflash, again = (
+            self._run(side, question, settings, repeat)
+            for side in (self._plain, self._engine, self._plain)
+        )
+        ids, rival = self._ids(question, settings), None
+        if self._rival is not None:
+            self._rest(settings.cool_down)
+            seed = settings.seed + repeat
+            rival = self._rival.run(ids, settings.max_tokens, settings.temperature, seed)
+        greedy = settings.temperature == 0
+        return Pair(
+            question.name,
+            plain,
+            dflash,
+            again,
+            greedy,
+            settings.max_tokens,
+            self.difference(ids, plain.tokens, dflash.tokens) if greedy else None,
+            self._share(ids, dflash) if share else None,
+            rival,
+        )
 
-def _logit_gap(engine: Engine, ids: Sequence[int], one: int, other: int) -> float:
-    """How far apart the target's logits of two tokens behind `ids` are."""
-    segment = Segment(mx.array(list(ids), mx.int32), engine.target.make_cache())
-    hidden, _ = engine.target.forward([segment])
-    logits = engine.target.logits(hidden[0, -1:])[0].astype(mx.float32)
-    return abs(float((logits[one] - logits[other]).item()))
+    def _run(self, side: Engine, question: Question, settings: Settings, repeat: int) -> Run:
+        self._rest(settings.cool_down)
+        sampling = SamplingParams()
+        if settings.temperature:
+            sampling = SamplingParams(settings.temperature, seed=settings.seed + repeat)
+        done = side.generate(
+            question.prompt,
+            max_tokens=settings.max_tokens,
+            sampling=sampling,
+            thinking=settings.thinking,
+        )
+        return Run(done.token_ids, done.stats.to_json())
+
+    def difference(
+        self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]
+    ) -> Difference | None:
+        """Where two answers part, by the target's own logits."""
+        return difference(self._engine.target, self._engine._guard, prompt, one, other)
+
+    def _share(self, prompt: Sequence[int], run: Run) -> float:
+        """With the drafts that the run's cycles verified on average, or the whole block."""
+        engine, stats = self._engine, run.stats
+        assert engine.drafter is not None
+        drafts = engine.block_size - 1
+        if stats["cycles"]:
+            drafts = max(1, round(stats["drafted"] / stats["cycles"]))
+        return drafter_share(engine.target, engine.drafter, engine._guard, prompt, drafts)

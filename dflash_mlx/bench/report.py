@@ -5,40 +5,77 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-
-def document(
-    head: dict[str, Any],
-    suites: dict[str, dict[str, Any]],
-    summary: dict[str, Any],
-    points: list[dict[str, Any]],
-    partial: bool,
-) -> dict[str, Any]:
-    """The JSON document: `head` has model, drafter, machine and settings; points: every pair."""
-    return {**head, "suites": suites, "summary": summary, "points": points, "partial": partial}
+Table = list[list[str]]
+#: spaces between the columns of a table in the terminal
+GAP = 2
 
 
-def rows(report: dict[str, Any], *, with_prefill: bool = True) -> list[list[str]]:
+def columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Numbers by heading: every suite, all of a context length, of a temperature, and of all."""
+    found = dict(report["suites"])
+    found |= {f"all {name}": numbers for name, numbers in report["by_context"].items()}
+    found |= {f"all temp {name}": numbers for name, numbers in report["by_temperature"].items()}
+    return {**found, "all": report["summary"]}
+
+
+def rows(report: dict[str, Any], *, with_prefill: bool = True) -> Table:
     """A line a number and a column a suite, the last one over all prompts.
 
     with_prefill: the headline is the whole request; without it generation alone, and says so.
     """
-    columns = [*report["suites"].items(), ("all", report["summary"])]
-    table = [["", *(name for name, _ in columns)]]
+    found = columns(report)
+    table = [["", *found]]
     for label, show in _lines(with_prefill):
-        table.append([label, *(show(numbers) for _, numbers in columns)])
+        table.append([label, *(show(numbers) for numbers in found.values())])
     if "mlx_lm" in report["summary"]:
-        table += [[label, *(show(n) for _, n in columns)] for label, show in _RIVAL_LINES]
+        table += [[label, *(show(n) for n in found.values())] for label, show in _RIVAL_LINES]
     return table
+
+
+def tables(report: dict[str, Any], *, with_prefill: bool = True, width: int) -> list[Table]:
+    """`rows` cut between columns so that each part fits into `width`, if a column does."""
+    whole = rows(report, with_prefill=with_prefill)
+    sizes = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    parts: list[list[int]] = []
+    room = 0
+    for index, size in enumerate(sizes[1:], start=1):
+        if not parts or room < size + GAP:
+            parts.append([0])
+            room = width - sizes[0]
+        parts[-1].append(index)
+        room -= size + GAP
+    return [[[row[i] for i in part] for row in whole] for part in parts]
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
     """Sentences below the table: what is refused and why, and what is missing."""
-    found = []
-    for name, numbers in [*report["suites"].items(), ("all", report["summary"])]:
+    found = list(report["notes"])
+    for name, numbers in columns(report).items():
         if numbers["refused"]:
             found.append(f"No speed-up is claimed for {name}: {numbers['refused']}.")
     if report["partial"]:
-        found.append("Partial: the run was interrupted; these are the prompts done until then.")
+        found.append(
+            f"Partial: the run was interrupted after {report['summary']['pairs']} of "
+            f"{report['planned_pairs']} prompts; these are the ones done until then."
+        )
+    return found
+
+
+def facts(report: dict[str, Any]) -> Table:
+    """Machine and settings, a line each."""
+    found = []
+    for name, fact in {**report["machine"], **report["settings"]}.items():
+        if fact in (None, [], {}):
+            continue
+        label = name.replace("_", " ")
+        if name == "sources":
+            found += [[f"prompts of {suite}", _source(s)] for suite, s in fact.items()]
+        elif isinstance(fact, dict):
+            found.append([label, ", ".join(f"{k} {v}" for k, v in fact.items())])
+        elif isinstance(fact, list):
+            found.append([label, ", ".join(f"{v:g}" for v in fact)])
+        else:
+            found.append([label, str(fact)])
     return found
 
 
@@ -46,17 +83,38 @@ def markdown(report: dict[str, Any], *, with_prefill: bool = True) -> str:
     """The whole report as Markdown."""
     table = rows(report, with_prefill=with_prefill)
     lines = [
-        f"# {report['model']} with {report['drafter']}",
+        f"# {title(report)}",
         "",
-        *(f"- {k}: {v}" for k, v in {**report["machine"], **report["settings"]}.items()),
+        headline(report, with_prefill=with_prefill),
         "",
         "| " + " | ".join(table[0]) + " |",
         "|" + "---|" * len(table[0]),
         *("| " + " | ".join(row) + " |" for row in table[1:]),
         "",
         *(f"{sentence}\n" for sentence in remarks(report)),
+        "| machine and settings | |",
+        "|---|---|",
+        *(f"| {name} | {fact.replace('|', chr(92) + '|')} |" for name, fact in facts(report)),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def headline(report: dict[str, Any], *, with_prefill: bool = True) -> str:
+    """The one number, and what it includes."""
+    numbers = report["summary"]
+    if numbers["refused"]:
+        return "No speed-up is claimed."
+    name, of = ("speedup_total", "included") if with_prefill else ("speedup_generation", "left out")
+    return f"DFlash is {_times(numbers[name])} as fast as plain decoding, prefill {of}."
+
+
+def title(report: dict[str, Any]) -> str:
+    return f"{report['model']} with {report['drafter']}"
+
+
+def _source(source: dict[str, str | None]) -> str:
+    at = f" at {source['revision']}" if source["revision"] else ""
+    return f"{source['source']}{at}"
 
 
 def _lines(with_prefill: bool) -> list[tuple[str, Callable[[dict[str, Any]], str]]]:
@@ -67,6 +125,7 @@ def _lines(with_prefill: bool) -> list[tuple[str, Callable[[dict[str, Any]], str
         labels = ("speed-up, prefill left out", "speed-up with prefill")
     return [
         ("prompts", lambda n: str(n["prompts"])),
+        ("answer tokens asked/given", _lengths),
         (labels[0], lambda n: "refused" if n["refused"] else _times(n[headline])),
         (labels[1], lambda n: "refused" if n["refused"] else _times(n[other])),
         ("plain against itself", lambda n: _times(n["plain_against_itself"])),
@@ -74,9 +133,11 @@ def _lines(with_prefill: bool) -> list[tuple[str, Callable[[dict[str, Any]], str
         ("time to first token s", lambda n: _number(n["ttft_seconds"], 3)),
         ("plain tok/s", lambda n: _number(n["generation_tps"]["plain"])),
         ("DFlash tok/s", lambda n: _number(n["generation_tps"]["dflash"])),
+        ("total s plain/DFlash", _totals),
         ("latency s p50/p95/p99", _latency),
         ("tokens per cycle", lambda n: _number(n["tokens_per_cycle"], 2)),
         ("cycle in plain steps", lambda n: _number(n["cycle_cost"], 2)),
+        ("drafter's share of a cycle", lambda n: _number(n["drafter_share"], 2)),
         ("accepted by position", lambda n: " ".join(f"{s:.2f}" for s in n["accept_by_position"])),
         ("identical texts", _identical),
         ("longest repetition", lambda n: str(n["longest_repetition"])),
@@ -96,8 +157,24 @@ _RIVAL_LINES: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         "DFlash against mlx-lm",
         lambda n: "refused" if n["refused"] else _times(_rival(n, "dflash_against_it")),
     ),
-    ("mlx-lm texts as plain's", lambda n: str(_rival(n, "identical_to_plain"))),
+    ("mlx-lm texts as plain's", lambda n: _same_texts(n)),
 ]
+
+
+def _same_texts(numbers: dict[str, Any]) -> str:
+    greedy = _rival(numbers, "greedy")
+    return f"{_rival(numbers, 'identical_to_plain')} of {greedy}" if greedy else "sampled"
+
+
+def _lengths(numbers: dict[str, Any]) -> str:
+    """Given: by both sides where they differ."""
+    found = numbers["answer_tokens"]
+    given = [_number(found[side], 0) for side in ("plain", "dflash")]
+    return f"{found['asked']} / {' and '.join(dict.fromkeys(given))}"
+
+
+def _totals(numbers: dict[str, Any]) -> str:
+    return " / ".join(_number(numbers["total_seconds"][side]) for side in ("plain", "dflash"))
 
 
 def _latency(numbers: dict[str, Any]) -> str:
@@ -111,8 +188,8 @@ def _identical(numbers: dict[str, Any]) -> str:
     text = f"{agreement['identical']} of {agreement['total']}"
     if agreement["first_difference"] is not None:
         gap = agreement["logit_gap"]
-        text += f", first at {agreement['first_difference']}"
-        text += "" if gap is None else f", logits {gap:.2g} apart"
+        text += f", token {agreement['first_difference']}"
+        text += "" if gap is None else f", {gap:.2g} apart"
     return text
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ from mlx_lm.tokenizer_utils import (
 )
 
 from dflash_mlx.bench.measure import Run
+from dflash_mlx.bench.spans import TimedRun, timed
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
 
@@ -52,16 +52,16 @@ class MlxLm:
     """mlx-lm's own model of a config, holding the weights of the engine's target."""
 
     def __init__(self, engine: Engine, config: Mapping[str, Any]) -> None:
-        assert isinstance(engine.target, nn.Module)
         if engine.exact:
             raise UsageError("--against mlx-lm compares ordinary operations. Leave --exact out.")
+        assert isinstance(engine.target, nn.Module)
         self._model = mlx_lm_model(config, engine.target)
         self._tokenizer = mlx_lm_tokenizer(engine)
 
-    def run(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Run:
-        """One generation; rates cover the tokens behind the first one, as everywhere here."""
-        mx.random.seed(seed)
-        tokens, moments = [], [time.perf_counter()]
+    def stream(
+        self, prompt: Sequence[int], max_tokens: int, temperature: float = 0.0
+    ) -> Iterator[list[int]]:
+        """Its tokens, one at a time."""
         for response in stream_generate(
             self._model,
             self._tokenizer,
@@ -69,17 +69,24 @@ class MlxLm:
             max_tokens=max_tokens,
             sampler=make_sampler(temp=temperature),
         ):
-            moments.append(time.perf_counter())
-            tokens.append(response.token)
+            yield [response.token]
+
+    def timed(self, prompt: Sequence[int], max_tokens: int, temperature: float = 0.0) -> TimedRun:
+        """One generation, read to its end."""
+        run = timed(lambda: self.stream(prompt, max_tokens, temperature))
         mx.synchronize(generation_stream)  # it launches one step more than it yields
-        start, first, last = moments[0], moments[1], moments[-1]
-        rate = (len(tokens) - 1) / (last - first) if len(tokens) > 1 else None
+        return run
+
+    def run(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Run:
+        """One generation; rates cover the tokens behind the first one, as everywhere here."""
+        mx.random.seed(seed)
+        run = self.timed(prompt, max_tokens, temperature)
         return Run(
-            tokens,
+            run.tokens,
             {
-                "generation_tps": rate,
-                "prefill_tps": len(prompt) / (first - start),
-                "prefill_seconds": first - start,
-                "total_seconds": last - start,
+                "generation_tps": run.rate("wall"),
+                "prefill_tps": len(prompt) / run.prefill.wall,
+                "prefill_seconds": run.prefill.wall,
+                "total_seconds": run.prefill.wall + run.decode.wall,
             },
         )

@@ -3,185 +3,241 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflash_mlx.cli import console
-from dflash_mlx.cli.chat import DTYPES, Dtype, Model, parse_block_size
+from dflash_mlx.cli.chat import DTYPES, Dtype, Model, Thinking, parse_block_size
 from dflash_mlx.cli.console import option
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_mlx.bench.measure import Pair
-    from dflash_mlx.bench.play import Settings
-    from dflash_mlx.bench.suites import Question
+    from dflash_mlx.bench.job import Group
+    from dflash_mlx.bench.questions import Loaded
+    from dflash_mlx.bench.rival import MlxLm
     from dflash_mlx.engine import Engine
+
+_SUITES = (
+    "gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench, alpaca, gpqa, longbench"
+)
+DEFAULT_SUITE = "gsm8k"
+
+Suite = Annotated[
+    str | None,
+    option(
+        f"Suites, with commas between: {_SUITES}. Without it {DEFAULT_SUITE}.",
+        "--suite",
+        metavar="LIST",
+    ),
+]
+Prompts = Annotated[
+    Path | None, option("Prompts of a JSON Lines file instead.", "--prompts", metavar="FILE")
+]
+Data = Annotated[
+    str | None,
+    option(
+        "Where suites come from: the hub, or a folder. Without it the package's 16 samples where "
+        "they suffice, else the hub.",
+        "--data",
+        metavar="hub|FOLDER",
+    ),
+]
+Samples = Annotated[
+    int | None, option("Prompts of each suite: 16, and all of a file, without it.", "--samples")
+]
+MaxTokens = Annotated[int, option("Most tokens of an answer.", "--max-tokens")]
+Temps = Annotated[str, option("Temperatures, with commas between.", "--temp", metavar="LIST")]
+Context = Annotated[
+    str | None,
+    option(
+        "Bring prompts to these lengths in tokens: documents are cut, others get text in front.",
+        "--context",
+        metavar="LIST",
+    ),
+]
+Repeats = Annotated[int, option("Rounds over the prompts.", "--repeats")]
+CoolDown = Annotated[float, option("Seconds of rest before a run.", "--cool-down")]
+NoPrefill = Annotated[bool, option("The headline leaves prefill out, and says so.", "--no-prefill")]
+Draft = Annotated[
+    str | None, option("Draft with this drafter.", "--draft", metavar="REPO_OR_FOLDER")
+]
+BlockSize = Annotated[str, option("As of `chat`.", "--block-size")]
+Against = Annotated[
+    str | None, option("Another program on the same weights.", "--against", metavar="mlx-lm")
+]
+Json = Annotated[bool, option("Print one JSON document on the last line.", "--json")]
+Markdown = Annotated[
+    Path | None, option("Write the report to this file.", "--markdown", metavar="FILE")
+]
+Html = Annotated[
+    Path | None, option("Write a page with plots to this file.", "--html", metavar="FILE")
+]
 
 
 def bench(
     model: Model = "SmolLM2-135M",
-    suite: Annotated[str, option("Suites, with commas between.", "--suite")] = "gsm8k",
-    prompts: Annotated[
-        Path | None, option("Prompts of a JSON Lines file.", "--prompts", metavar="FILE")
-    ] = None,
-    samples: Annotated[int, option("Prompts of each suite.", "--samples")] = 16,
-    max_tokens: Annotated[int, option("Most tokens of an answer.", "--max-tokens")] = 128,
-    temp: Annotated[float, option("Temperature.", "--temp")] = 0.0,
-    repeats: Annotated[int, option("Rounds over the prompts.", "--repeats")] = 1,
-    cool_down: Annotated[float, option("Seconds of rest before a run.", "--cool-down")] = 0.0,
-    no_prefill: Annotated[
-        bool, option("The headline leaves prefill out, and says so.", "--no-prefill")
-    ] = False,
-    draft: Annotated[
-        str | None, option("Draft with this drafter.", "--draft", metavar="REPO_OR_FOLDER")
-    ] = None,
-    block_size: Annotated[str, option("As of `chat`.", "--block-size")] = "auto",
-    against: Annotated[
-        str | None, option("Another program on the same weights.", "--against", metavar="mlx-lm")
-    ] = None,
+    suite: Suite = None,
+    prompts: Prompts = None,
+    data: Data = None,
+    samples: Samples = None,
+    max_tokens: MaxTokens = 128,
+    temp: Temps = "0",
+    thinking: Thinking = None,
+    context: Context = None,
+    repeats: Repeats = 1,
+    cool_down: CoolDown = 0.0,
+    no_prefill: NoPrefill = False,
+    draft: Draft = None,
+    block_size: BlockSize = "auto",
+    against: Against = None,
     dtype: Dtype = "auto",
-    as_json: Annotated[bool, option("Print one JSON document on the last line.", "--json")] = False,
-    markdown: Annotated[
-        Path | None, option("Write the report to this file.", "--markdown", metavar="FILE")
-    ] = None,
-    html: Annotated[
-        Path | None, option("Write a page with plots to this file.", "--html", metavar="FILE")
-    ] = None,
+    as_json: Json = False,
+    markdown: Markdown = None,
+    html: Html = None,
 ) -> None:
     """Measure plain decoding against DFlash, prompt by prompt on one loaded model."""
     block = parse_block_size(block_size)
-    _check(samples, max_tokens, temp, repeats, cool_down, dtype)
-    if against not in (None, "mlx-lm"):
-        raise UsageError(f"--against is {against!r}. The only other program is mlx-lm.")
+    _check(samples, max_tokens, repeats, cool_down, dtype, against)
+    _check_sources(suite, prompts, data)
+    temperatures = _temperatures(temp)
+    for name, file in (("--markdown", markdown), ("--html", html)):
+        _check_place(name, file)
     from dflash_mlx.machine import prepare_blas
 
     prepare_blas()  # before anything below imports MLX
-    from dflash_mlx.bench.suites import read_prompts
-    from dflash_mlx.bench.suites import samples as samples_of
+    from dflash_mlx.bench import contexts, job, play
 
-    if prompts is not None:
-        wanted = {prompts.stem: read_prompts(prompts, samples)}
-    else:
-        wanted = {name: samples_of(name, samples) for name in suite.split(",")}
+    settings = play.Settings(max_tokens, repeats=repeats, cool_down=cool_down, thinking=thinking)
+    lengths = tuple(contexts.lengths(context))
+    loaded, wanted = _load(suite, prompts, data, samples)
     from dflash_mlx import engine as engines
-    from dflash_mlx.bench import page, play, report
 
     engine = engines.load(model, draft=draft or "auto", dtype=dtype, block_size=block)
-    settings = play.Settings(max_tokens, temp, repeats=repeats, cool_down=cool_down)
-    for file in (markdown, html):
-        _check_place(file)
-    for questions in wanted.values():
-        play.check(engine, questions, settings)
-    rival = None
-    if against is not None:
-        from dflash_mlx.bench.rival import MlxLm
-        from dflash_mlx.loader import read_target_config
-
-        assert engine.path is not None
-        rival = MlxLm(engine, read_target_config(engine.path))
-    pairs, partial = _play(wanted, settings, lambda some: play.play(engine, some, settings, rival))
-    head = _head(engine, settings, samples)
-    found = _report(head, pairs, engine, partial)
-    if markdown is not None:
-        markdown.write_text(report.markdown(found, with_prefill=not no_prefill), "utf-8")
-    if html is not None:
-        html.write_text(page.page(found, with_prefill=not no_prefill), "utf-8")
-    console.show_rows(
-        report.rows(found, with_prefill=not no_prefill), sys.stderr if as_json else sys.stdout
-    )
-    for sentence in report.remarks(found):
+    plan = job.Plan(settings, temperatures, lengths, wanted)
+    groups = job.groups(engine, loaded, plan)
+    notes = job.shortfalls(groups, plan)
+    for sentence in notes:
         console.say(sentence)
-    if as_json:
-        print(json.dumps(found))
+    player = play.Player(engine, _rival(engine) if against else None)
+    partial = _follow(job.run(player, groups))
+    found = job.document(engine, plan, loaded, groups, notes, partial)
+    _show(found, as_json, not no_prefill, markdown, html)
     if partial:
         raise typer.Exit(console.INTERRUPTED)
 
 
 def _check(
-    samples: int, max_tokens: int, temp: float, repeats: int, cool_down: float, dtype: str
+    samples: int | None,
+    max_tokens: int,
+    repeats: int,
+    cool_down: float,
+    dtype: str,
+    against: str | None,
 ) -> None:
     for name, number in (("--samples", samples), ("--repeats", repeats)):
-        if number < 1:
+        if number is not None and number < 1:
             raise UsageError(f"{name} is {number}. Give a whole number above 0.")
     if max_tokens < 2:
         raise UsageError(f"--max-tokens is {max_tokens}. A rate needs at least 2.")
-    if not 0 <= temp < float("inf"):
-        raise UsageError(f"--temp is {temp}. Give 0 or a number above it.")
-    if not 0 <= cool_down < float("inf"):
+    if not 0 <= cool_down < math.inf:
         raise UsageError(f"--cool-down is {cool_down}. Give seconds, 0 or more.")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
+    if against not in (None, "mlx-lm"):
+        raise UsageError(f"--against is {against!r}. The only other program is mlx-lm.")
 
 
-def _check_place(file: Path | None) -> None:
+def _check_sources(suite: str | None, prompts: Path | None, data: str | None) -> None:
+    for name, given in (("--suite", suite), ("--data", data)):
+        if prompts is not None and given is not None:
+            raise UsageError(
+                f"{name} and --prompts contradict each other: a file is no suite. Leave one out."
+            )
+
+
+def _temperatures(given: str) -> tuple[float, ...]:
+    found = []
+    for item in given.split(","):
+        try:
+            value = float(item)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < math.inf:
+            raise UsageError(f"--temp has {item!r}. Give numbers from 0, such as 0,1.")
+        found.append(value)
+    if len(set(found)) < len(found):
+        raise UsageError(f"--temp {given} names a temperature twice. Name each once.")
+    return tuple(found)
+
+
+def _check_place(name: str, file: Path | None) -> None:
     """A report that cannot be kept is refused before hours of measuring, not after."""
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        raise UsageError(f"{file} cannot be written: no such folder. Name a file in one that is.")
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir():
+        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        why = "writing there is not permitted"
+    else:
+        return
+    raise UsageError(f"{name} cannot write {file}: {why}. Name another file.")
 
 
-def _play(
-    wanted: dict[str, list[Question]],
-    settings: Settings,
-    play: Callable[[list[Question]], Iterable[Pair]],
-) -> tuple[dict[str, list[Pair]], bool]:
-    """Pairs by suite, and whether Ctrl-C ended it early."""
-    pairs: dict[str, list[Pair]] = {}
+def _load(
+    suite: str | None, prompts: Path | None, data: str | None, samples: int | None
+) -> tuple[dict[str, Loaded], int | None]:
+    """Prompts by suite, and how many of each are wanted; None for all."""
+    from dflash_mlx.bench import questions
+    from dflash_mlx.bench.suites import suite_names
+
+    if prompts is not None:
+        return {prompts.stem: questions.from_file(prompts)}, samples
+    names = suite_names(suite or DEFAULT_SUITE)
+    wanted = samples or questions.SAMPLES
+    return {name: questions.load(name, wanted, data) for name in names}, wanted
+
+
+def _rival(engine: Engine) -> MlxLm:
+    from dflash_mlx.bench.rival import MlxLm
+    from dflash_mlx.loader import read_target_config
+
+    assert engine.path is not None
+    return MlxLm(engine, read_target_config(engine.path))
+
+
+def _follow(running: Iterable[Group]) -> bool:
+    """Run to the end, telling each pair; whether Ctrl-C ended it early."""
     try:
-        for name, questions in wanted.items():
-            pairs[name] = []
-            total = len(questions) * settings.repeats
-            for pair in play(questions):
-                pairs[name].append(pair)
-                console.say(f"{name}: {len(pairs[name])} of {total}")
+        for group in running:
+            console.say(f"{group.label}: {len(group.pairs)} of {group.total}")
     except KeyboardInterrupt:
-        return pairs, True
-    return pairs, False
+        return True
+    return False
 
 
-def _report(
-    head: dict[str, Any], pairs: dict[str, list[Pair]], engine: Engine, partial: bool
-) -> dict[str, Any]:
-    from dflash_mlx.bench import measure, report
-    from dflash_mlx.loader import dtype_name
+def _show(
+    found: dict[str, Any],
+    as_json: bool,
+    with_prefill: bool,
+    markdown: Path | None,
+    html: Path | None,
+) -> None:
+    from dflash_mlx.bench import page, report
 
-    dtype = dtype_name(engine.target.dtype)
-    suites = {name: measure.summarise(found, dtype) for name, found in pairs.items()}
-    every = [p for found in pairs.values() for p in found]
-    summary = measure.summarise(every, dtype)
-    return report.document(head, suites, summary, measure.points(every), partial)
-
-
-def _head(engine: Engine, settings: Settings, samples: int) -> dict[str, Any]:
-    import platform
-
-    from dflash_mlx import machine
-    from dflash_mlx.loader import dtype_name
-
-    stats = engine.new_stats()
-    policy = f"auto, blocks of {engine.block_size} at most" if engine.automatic else "fixed"
-    return {
-        "model": engine.model,
-        "drafter": engine.drafter_name,
-        "machine": {
-            "chip": machine.chip(),
-            "system": f"{platform.system()} {platform.release()}",
-            "back_end": machine.back_end()[0],
-            "blas": stats.blas,
-            "kernels": stats.kernels,
-            "versions": stats.versions,
-        },
-        "settings": {
-            **asdict(settings),
-            "samples": samples,
-            "block_policy": policy,
-            "block_size": engine.block_size,
-            "dtype": dtype_name(engine.target.dtype),
-            "model_revision": engine.revisions[0],
-            "drafter_revision": engine.revisions[1],
-        },
-    }
+    out = sys.stderr if as_json else sys.stdout
+    for table in report.tables(found, with_prefill=with_prefill, width=console.width(out)):
+        console.show_rows(table, out)
+    for sentence in report.remarks(found):
+        console.say(sentence)
+    if markdown is not None:
+        markdown.write_text(report.markdown(found, with_prefill=with_prefill), "utf-8")
+    if html is not None:
+        html.write_text(page.page(found, with_prefill=with_prefill), "utf-8")
+    if as_json:
+        print(json.dumps(found))

@@ -5,6 +5,7 @@ The answer alone goes to standard output; everything said about it goes to stand
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -136,6 +137,11 @@ def show_rows(rows: Sequence[Sequence[str]], file: TextIO) -> None:
     for first, *others in rows:
         rest = "  ".join(cell.ljust(width) for cell, width in zip(others, widths[1:], strict=True))
         print(f"{before}{first.ljust(widths[0])}{after}  {rest}".rstrip(), file=file)
+
+
+def width(file: TextIO) -> int:
+    """Characters of a line: the terminal's; in a pipe there is no limit."""
+    return shutil.get_terminal_size().columns if file.isatty() else sys.maxsize
 
 
 def brief_stats(stats: dict[str, Any]) -> str:

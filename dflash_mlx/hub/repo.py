@@ -26,7 +26,7 @@ def fetch_repo(repo: str, file: str | None, request: Request) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     pinned = request.revision is None or _COMMIT.fullmatch(request.revision)
-    with hub_sentences(repo, file, request), _progress_bars(request.progress):
+    with hub_sentences(repo, file, request), progress_bars(request.progress):
         if (pinned or request.offline) and (cached := _cached_repo(repo, file, request.revision)):
             return cached
         if not pinned and not request.offline:
@@ -127,17 +127,17 @@ def commit_of(path: Path, file: str | None) -> str:
 
 
 @contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
+def progress_bars(shown: bool) -> Iterator[None]:
     from huggingface_hub import utils
 
-    if shown or utils.are_progress_bars_disabled():
+    if shown or utils.areprogress_bars_disabled():
         yield
         return
-    utils.disable_progress_bars()
+    utils.disableprogress_bars()
     try:
         yield
     finally:
-        utils.enable_progress_bars()
+        utils.enableprogress_bars()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ class Request:
 
     spec: str
     revision: str | None
-    kind: str  # "model" or "drafter", the word for it in messages
+    kind: str  # "model", "drafter" or "dataset", the word for it in messages
     progress: bool
     offline: bool
 
