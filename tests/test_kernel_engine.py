@@ -93,7 +93,9 @@ def test_text_drafts_and_acceptance_are_those_of_the_operations(
     ran, cycles, layers = launches(made), stats.cycles, len(drafter.model.layers)
     # The prompt's 21 rows are too many for the two kernels of the injection.
     windows = len(set(drafter.config.windows))
-    assert ran["rows_matmul"] * windows == ran["context_projection"] >= windows * (cycles - 1)
+    assert ran["fuse_taps"] >= cycles - 1
+    assert ran["head_projection"] == windows * ran["fuse_taps"] + layers * cycles
+    assert ran["rows_matmul"] == 3 * layers * cycles  # behind attention, and two of an MLP
     assert ran["block_attention"] > layers * cycles
     if family in ("qwen3_5", "qwen3_next"):
         assert ran["gated_delta_advance"] > ran["gated_delta_replay"] > cycles
@@ -103,16 +105,17 @@ def test_the_trial_runs_every_kernel_and_finds_no_fault() -> None:
     with kernels_on_cpu(trusted=False) as made:
         assert try_all() == []
         assert set(launches(made)) == {
-            *("rows_matmul", "context_projection", "block_attention", "attention_combine"),
+            *("rows_matmul", "fuse_taps", "head_projection", "block_attention"),
+            "attention_combine",
             *("gated_delta_advance", "gated_delta_replay"),
         }
-        names = "block_attention, context_projection, gated_delta_advance, gated_delta_replay"
-        assert f"{names}, rows_matmul" in backend.status()
+        names = "block_attention, fuse_taps, gated_delta_advance, gated_delta_replay"
+        assert f"{names}, head_projection, rows_matmul" in backend.status()
 
 
 def test_the_trial_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_mlx.kernels.attention.split_keys", lambda total: 64)
-    monkeypatch.setattr("dflash_mlx.kernels.attention._tile", lambda dim, dtype: 48)
+    monkeypatch.setattr("dflash_mlx.kernels.attention.tile_keys", lambda dim, dtype: 48)
     with kernels_on_cpu(trusted=False), pytest.warns(RuntimeWarning, match="block_attention"):
         assert any("block_attention is not used" in sentence for sentence in try_all())
 

@@ -113,7 +113,7 @@ class _Bench:
         flight.read()
         assert flight.features is not None
         self.cache.commit(1)
-        self.drafter.observe(flight.features[:, :1], self.draft_cache)
+        self.drafter.observe(flight.features.rows(0, 1), self.draft_cache)
         mx.eval(self.cache.arrays(), self.draft_cache.arrays())
 
     def _draft(self, drafts: int) -> None:

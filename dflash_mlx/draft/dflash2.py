@@ -71,7 +71,7 @@ class DFlash2Layer(DraftLayer):
         x = x + convolve(self.self_attn(convolve(normed, before), rope, context), behind)
         normed = self.post_attention_layernorm(x)
         before, behind = self.mlp_conv.coefficients(normed)
-        return x + convolve(self.mlp(convolve(normed, before)), behind)
+        return x + convolve(self.feed_forward(convolve(normed, before)), behind)
 
 
 class Walk(NamedTuple):
