@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from metal_cpu import Mode
 from metal_kernels import kernels_on_cpu, launches
 from tiny import tiny_prompt, tiny_target
 from tiny_drafter import drafter_config, write_drafter
+from tiny_engine import tiny_engine
 
+from dflash_mlx.cli import doctor
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
@@ -113,11 +116,28 @@ def test_the_trial_runs_every_kernel_and_finds_no_fault() -> None:
         assert f"{names}, head_projection, rows_matmul" in backend.status()
 
 
-def test_the_trial_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mismatch_is_one_warning_and_shows_in_the_statistics_and_in_doctor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("dflash_mlx.kernels.attention.split_keys", lambda total: 64)
     monkeypatch.setattr("dflash_mlx.kernels.attention.tile_keys", lambda dim, dtype: 48)
-    with kernels_on_cpu(trusted=False), pytest.warns(RuntimeWarning, match="block_attention"):
-        assert any("block_attention is not used" in sentence for sentence in try_all())
+    reason = "block_attention is not used: it differs"
+    with kernels_on_cpu(trusted=False) as made:
+        with pytest.warns(RuntimeWarning, match=reason) as caught:
+            assert any(reason in sentence for sentence in try_all())
+        assert len(caught) == 1
+        monkeypatch.setattr(backend, "_on_gpu", lambda: False)  # the answer without the harness
+        count = len(made)
+        stats = tiny_engine(tmp_path).generate("Count.", max_tokens=2).stats
+        assert len(made) == count
+        assert "block_attention not used, it differs" in stats.kernels
+        assert stats.warnings == []
+    with warnings.catch_warnings(record=True) as silent, kernels_on_cpu(trusted=False):
+        warnings.simplefilter("always")
+        status, remarks = doctor._kernels()
+    assert silent == []
+    assert "block_attention not used, it differs" in status
+    assert [reason in remark for remark in remarks] == [True]
 
 
 def test_without_kernels_the_trial_does_nothing() -> None:
