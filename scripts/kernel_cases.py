@@ -22,8 +22,10 @@ from dflash_mlx.kernels import (
     advance,
     attention,
     block_attention,
+    block_convolution,
     block_projection,
     context_projection,
+    convolution,
     fuse_taps,
     fusion,
     gated_delta,
@@ -186,6 +188,26 @@ def _heads_case(
     )
 
 
+def convolution_case(name: str, rows: int, hidden: int, taps: int) -> Case:
+    """One side of a sublayer of DFlash 2, with the residual."""
+
+    def make() -> Run:
+        x, residual = _noise(1, rows, hidden), _noise(1, rows, hidden)
+        # As in a layer a view of both sides' coefficients.
+        coefficients = _noise(rows, 2, taps, hidden)
+        mx.eval(x, residual, coefficients)
+        return lambda: [block_convolution(x, coefficients[:, 1], residual)]
+
+    return Case(
+        convolution.OPERATION,
+        f"{name}, {rows} rows of {hidden}, {taps} taps",
+        2 * rows * hidden * (taps + 3),
+        2 * rows * hidden * taps,
+        (convolution.launch_of(rows, hidden),),
+        make,
+    )
+
+
 def attention_case(
     name: str, heads: int, kv_heads: int, dim: int, rows: int, keys: int, sight: Sight
 ) -> Case:
@@ -278,6 +300,7 @@ def cases() -> list[Case]:
         found.append(attention_case("Qwen3.5-9B", 16, 4, 256, 16, keys, causal))
     found.append(attention_case("gpt-oss-20b, window", 64, 8, 64, 8, 127, Sight(True, 128)))
     found.append(attention_case("SmolLM2-135M", 9, 3, 64, 8, 1024, causal))
+    found.append(convolution_case("Qwen3.8-27B's drafter", 8, 5120, 2))
     found.append(advance_case("Qwen3.5-9B", 16, 32, 128, 16))
     found.append(replay_case("Qwen3.5-9B", 16, 32, 128, 8))
     return found

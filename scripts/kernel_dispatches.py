@@ -17,7 +17,15 @@ import mlx.core as mx
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel
 from dflash_mlx.draft.dflash2 import DFlash2Drafter, DFlash2Model
-from dflash_mlx.kernels import attention, backend, fusion, gated_delta, matmul, projection
+from dflash_mlx.kernels import (
+    attention,
+    backend,
+    convolution,
+    fusion,
+    gated_delta,
+    matmul,
+    projection,
+)
 from dflash_mlx.layers.mlp import MLP
 from dflash_mlx.models import build_target
 from dflash_mlx.segment import Segment
@@ -191,7 +199,7 @@ def kernels_counted(counted: Counter[str]) -> Iterator[None]:
         return launch
 
     with ExitStack() as stack:
-        for module in (attention, fusion, gated_delta, matmul, projection):
+        for module in (attention, convolution, fusion, gated_delta, matmul, projection):
             stack.enter_context(mock.patch.object(module, "kernel", fake))
         chosen = backend.Choice(True, "counted")
         stack.enter_context(mock.patch.object(backend, "choice", return_value=chosen))

@@ -1,4 +1,7 @@
-"""kernels.fuse_taps and kernels.block_projection on the CPU harness, against float64 and twins."""
+"""A drafter's own kernels on the CPU harness, against float64 and their twins.
+
+kernels.fuse_taps, kernels.block_projection, kernels.block_convolution.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from test_kernel_matmul import dense, linear_layer
 from test_kernel_projection import norm_of, reference, rope_of
 
 from dflash_mlx.features import Features
-from dflash_mlx.kernels import HeadProjection, block_projection, fuse_taps
+from dflash_mlx.kernels import HeadProjection, block_convolution, block_projection, fuse_taps
 
 pytestmark = pytest.mark.metal_cpu
 
@@ -178,3 +181,24 @@ def test_projections_of_two_kinds_go_to_the_twin() -> None:
     with kernels_on_cpu() as made:
         block_projection(random((1, 6, 64), mx.float32, 8), None, layer, rope, 3)
     assert made == []
+
+
+# One row, fewer rows than taps, primes, more channels than a threadgroup has threads.
+@pytest.mark.parametrize(("rows", "taps", "hidden"), [(1, 2, 1), (2, 4, 37), (16, 3, 300)])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_convolutions(dtype: mx.Dtype, rows: int, taps: int, hidden: int) -> None:
+    x, residual = (random((1, rows, hidden), dtype, seed) for seed in (1, 2))
+    coefficients = random((rows, 2, taps, hidden), dtype, 3)[:, 1]
+    added = residual if rows != 2 else None
+    twin = block_convolution(x, coefficients, added)
+    with kernels_on_cpu() as made:
+        found = block_convolution(x, coefficients, added)
+    assert launches(made) == {"block_convolution": 1}
+    padded = np.concatenate([np.zeros((taps - 1, hidden)), exact(x[0])])
+    lags = np.stack([padded[taps - 1 - k : taps - 1 - k + rows] for k in range(taps)], axis=1)
+    terms = lags * exact(coefficients)
+    more = exact(added[0]) if added is not None else np.zeros((rows, hidden))
+    want, size = terms.sum(axis=1) + more, np.abs(terms).sum(axis=1) + np.abs(more)
+    assert_near(found[0], want, size)
+    if dtype == mx.float32:
+        assert_near(twin[0], want, size)

@@ -98,7 +98,10 @@ def test_text_drafts_and_acceptance_are_those_of_the_operations(
     windows = len(set(drafter.config.windows))
     assert ran["fuse_taps"] >= cycles - 1
     assert ran["head_projection"] == windows * ran["fuse_taps"] + layers * cycles
-    assert ran["rows_matmul"] == 3 * layers * cycles  # behind attention, and two of an MLP
+    second = 2 if drafter.config.parts else 0  # coefficients of two sublayers
+    # Behind attention, and two of an MLP.
+    assert ran["rows_matmul"] == (3 + second) * layers * cycles
+    assert ran.get("block_convolution", 0) == 2 * second * layers * cycles
     assert ran["block_attention"] > layers * cycles
     if family in ("qwen3_5", "qwen3_next"):
         assert ran["gated_delta_advance"] > ran["gated_delta_replay"] > cycles
@@ -109,10 +112,12 @@ def test_the_trial_runs_every_kernel_and_finds_no_fault() -> None:
         assert try_all() == []
         assert set(launches(made)) == {
             *("rows_matmul", "fuse_taps", "head_projection", "block_attention"),
-            "attention_combine",
+            *("attention_combine", "block_convolution"),
             *("gated_delta_advance", "gated_delta_replay"),
         }
-        names = "block_attention, fuse_taps, gated_delta_advance, gated_delta_replay"
+        names = (
+            "block_attention, block_convolution, fuse_taps, gated_delta_advance, gated_delta_replay"
+        )
         assert f"{names}, head_projection, rows_matmul" in backend.status()
 
 

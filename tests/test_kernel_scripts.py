@@ -27,6 +27,7 @@ SMALL = [
     ("head_projection", lambda: kernel_cases.block_case("b", 9, 64, 2, 1, 32, 0)),
     ("block_attention", lambda: kernel_cases.attention_case("c", 4, 2, 64, 16, 300, Sight(True))),
     ("block_attention", lambda: kernel_cases.attention_case("d", 2, 2, 64, 3, 90, Sight(False))),
+    ("block_convolution", lambda: kernel_cases.convolution_case("e", 3, 40, 2)),
     ("gated_delta_advance", lambda: kernel_cases.advance_case("e", 1, 2, 32, 3)),
     ("gated_delta_replay", lambda: kernel_cases.replay_case("f", 1, 2, 32, 3)),
 ]
@@ -114,6 +115,8 @@ def test_dispatches_of_a_draft_layer() -> None:
     assert kernel_dispatches.per_layer(False) == 4 + 7 * 2 + 2 + 2 + 1 + 1 + 2
     # Heads, two of attention, its output, and two of the MLP.
     assert kernel_dispatches.per_layer(True) == 6 <= 12
+    # DFlash 2 keeps its two norms, and has a projection, a sum and two convolutions for each.
+    assert kernel_dispatches.per_layer(True, second=True) == 6 + 2 * (1 + 1 + 1 + 2)
 
 
 def test_an_operation_without_a_count_is_an_error() -> None:

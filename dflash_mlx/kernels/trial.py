@@ -10,6 +10,7 @@ import mlx.nn as nn
 from dflash_mlx.features import Features
 from dflash_mlx.kernels import backend
 from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention
+from dflash_mlx.kernels.convolution import block_convolution
 from dflash_mlx.kernels.fusion import fuse_taps
 from dflash_mlx.kernels.gated_delta import DeltaRows, advance, replay
 from dflash_mlx.kernels.matmul import gated_matmul, rows_matmul
@@ -75,6 +76,7 @@ def try_all(dtype: mx.Dtype = mx.float32) -> list[str]:
     block_projection(x, norm, _Layer(dtype), turning, 11)
     rows_matmul(x, nn.QuantizedLinear.from_linear(joined, 64, 4))
     gated_matmul(x, norm, _linear(_HIDDEN, dtype, 6), _linear(_HIDDEN, dtype, 7))
+    block_convolution(x, draw((_ROWS, 2, _HIDDEN), dtype, key=keys[1]), x)
     queries = draw((1, 2 * _HEADS, _ROWS, _DIM), dtype, key=keys[2])
     held = Rows(*(draw((1, _HEADS, 300 + _ROWS, _DIM), dtype, key=key) for key in keys[3:]))
     block_attention(
