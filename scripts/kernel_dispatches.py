@@ -63,6 +63,13 @@ def _each(arrays: Any, *_: Any, **__: Any) -> int:
 # A product of a block's rows: M1 to M4 split it along its sum (steel split-K, qmm_splitk) and add
 # the parts up. Attention of more than eight rows is one fused kernel, if the head size has one.
 PRODUCT, ATTENTION = 2, 1
+
+
+def _product(a: mx.array, b: mx.array) -> int:
+    """With a vector it is not split."""
+    return 1 if a.shape[-2] == 1 or b.shape[-1] == 1 else PRODUCT
+
+
 # Dispatches of one call, read in MLX's Metal back-end. What is not here is an error.
 _ONE = (
     "softmax logsumexp argmax exp log tanh isnan logical_not argpartition take square sigmoid clip "
@@ -76,7 +83,8 @@ CORE: dict[str, Cost] = {
         (*_VIEWS.split(), *_HOST.split(), "split", "expand_dims", "broadcast_to", "unflatten"),
         _always(0),
     ),
-    **dict.fromkeys(("matmul", "addmm", "quantized_matmul"), _always(PRODUCT)),
+    "matmul": _product,
+    "addmm": lambda _, a, b: _product(a, b),
     **dict.fromkeys(("concatenate", "stack"), _each),
     "contiguous": _copy,
     "pad": _always(2),  # a fill, then the copy
@@ -90,7 +98,7 @@ ARRAY: dict[str, Cost] = {
     **{f"__{side}{name}__": _always(1) for name in _ARITHMETIC for side in ("", "r", "i")},
     **dict.fromkeys(("__neg__", "__setitem__", "sum", "mean", "max", "square"), _always(1)),
     **dict.fromkeys((*_VIEWS.split(), "item", "tolist", "split"), _always(0)),
-    "__matmul__": _always(PRODUCT),
+    "__matmul__": _product,
     "__getitem__": _index,
     "astype": _cast,
 }

@@ -9,7 +9,7 @@ import pytest
 from metal_cpu import SCHEDULES, Mode
 from metal_kernels import assert_near, exact, kernels_on_cpu, launches, random
 
-from dflash_mlx.kernels import gated_matmul, matmul, rows_matmul
+from dflash_mlx.kernels import backend, gated_matmul, matmul, rows_matmul
 
 pytestmark = pytest.mark.metal_cpu
 
@@ -186,3 +186,11 @@ def test_many_rows_go_to_the_twin() -> None:
     with kernels_on_cpu() as made:
         rows_matmul(random((1, matmul.MAX_ROWS + 1, 64), mx.float32, 8), linear)
     assert made == []
+
+
+def test_each_size_of_weights_is_checked_at_its_first_use() -> None:
+    x = random((1, 3, 64), mx.float32, 8)
+    with kernels_on_cpu(Mode.FAST, trusted=False):
+        for outputs in (8, 24, 8):
+            rows_matmul(x, linear_layer(outputs, 64, mx.float32))
+        assert len(backend._trusted) == 2
