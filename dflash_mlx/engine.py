@@ -301,7 +301,7 @@ class Engine:
 
     def _conclude(self, session: Session, stats: GenerationStats) -> None:
         stats.kernels = kernels.status()
-        for sentence in (*self.warnings, *kernels.rejections()):
+        for sentence in self.warnings:
             stats.warn(sentence)
         self._pacing.compare_with_plain(session, stats)
 

@@ -18,10 +18,10 @@ from tiny_drafter import BorrowedTarget, write_drafter
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
-from dflash_mlx.draft import dflash2
 from dflash_mlx.draft.base import DraftSampling
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.dflash2 import DFlash2Drafter, Walk
+from dflash_mlx.kernels import block_convolution
 
 TOLERANCE = 1e-4
 HEAT = 0.7  # temperature of the goldens' sampled drafts
@@ -142,7 +142,7 @@ def from_the_convolved_input(drafter: DFlash2Drafter) -> None:
 
         def coefficients(x: mx.array, true=true) -> tuple[mx.array, mx.array]:
             before = true(x)[0]
-            return before, true(dflash2.convolve(x, before))[1]
+            return before, true(block_convolution(x, before))[1]
 
         conv.coefficients = coefficients
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -10,15 +11,21 @@ import mlx.nn as nn
 import pytest
 from metal_cpu import Mode
 from metal_kernels import kernels_on_cpu, launches
+from oracle import OracleDrafter
 from tiny import tiny_prompt, tiny_target
 
 from dflash_mlx import machine
+from dflash_mlx.cache import RecurrentCache
+from dflash_mlx.decode.sampling import SamplingParams
+from dflash_mlx.decode.session import Session
+from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
-from dflash_mlx.kernels import backend
+from dflash_mlx.kernels import DeltaRows, backend
 from dflash_mlx.models import exact
 from dflash_mlx.segment import Segment
 
+TOKENS = 18
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2, "head_dim": 16},
     "qwen3": {"num_hidden_layers": 2, "tie_word_embeddings": True},
@@ -52,23 +59,54 @@ def exact_target(family: str, bits: int = 0) -> Any:
     return target
 
 
+def _generate(
+    target: Any, drafter: OracleDrafter | None, prompt: list[int]
+) -> tuple[list[int], mx.array, GenerationStats]:
+    """The text, the logits that chose its tokens [TOKENS, V], and the statistics."""
+    seen: list[mx.array] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(target, name)
+
+        def logits(self, rows: mx.array) -> mx.array:
+            seen.append(target.logits(rows))
+            return seen[-1]
+
+    stats = GenerationStats()
+    session: Any = Session(Watched(), drafter, nullcontext)  # type: ignore[arg-type]
+    steps = [step for step in session.run(prompt, SamplingParams(), TOKENS, (), stats) if step]
+    assert len(seen) == len(steps)
+    chosen = [logits[: len(step)] for logits, step in zip(seen, steps, strict=True)]
+    return [token for step in steps for token in step], mx.concatenate(chosen), stats
+
+
 @pytest.mark.metal_cpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_have_the_same_bits_one_by_one_and_in_blocks(family: str) -> None:
-    ids = tiny_prompt(96, 20 + 6)
-    prompt = ids[:20]  # longer than a kernel takes, as prefill is; alike in both
+def test_text_is_that_of_plain_decoding_to_the_last_bit_of_its_logits(family: str) -> None:
+    prompt = tiny_prompt(96, 20)  # longer than a kernel takes, as prefill is; alike in both
     with kernels_on_cpu(Mode.FAST) as made:
         target = exact_target(family, bits=4 if family == "llama" else 0)
-        single = mx.concatenate(logits_of_blocks(target, [prompt, *_blocks(ids[20:], [1] * 6)])[1:])
-        for sizes in ([6], [2, 4]):
-            found = mx.concatenate(
-                logits_of_blocks(target, [prompt, *_blocks(ids[20:], sizes)])[1:]
-            )
-            assert mx.array_equal(found, single), sizes
-        ran = launches(made)
-        assert ran["rows_matmul"] > 100
-        assert ran["block_attention"] >= 9
+        truth, single, _ = _generate(target, None, prompt)
+        drafter = OracleDrafter(
+            *(len(prompt), truth),
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            block_size=exact.MAX_ROWS,
+            taps=(0,),
+            plan=[6, 0, 2, 15],
+            check_growth=False,
+        )
+        text, together, stats = _generate(target, drafter, prompt)
+    assert text == truth
+    assert stats.accepted >= 8
+    assert mx.array_equal(together, single)
     assert mx.std(single).item() > 0.5
+    ran = launches(made)
+    assert ran["rows_matmul"] > 100
+    assert ran["block_attention"] >= stats.cycles
+    if family == "qwen3_5":
+        assert ran["gated_delta_replay"] >= 2
 
 
 @pytest.mark.metal_cpu
@@ -138,6 +176,30 @@ def test_a_rejected_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(backend._rejected, "rows_matmul", "it differs")
         with pytest.raises(UsageError, match="rows_matmul: it differs"):
             logits_of_blocks(target, [[1, 2, 3]])
+
+
+@pytest.mark.metal_cpu
+@pytest.mark.parametrize("operation", ["gated_delta_advance", "gated_delta_replay"])
+def test_a_recurrence_without_its_kernel_is_an_error(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = mx.full((1, 3, 1), 0.7)
+    rows = DeltaRows(*[mx.ones((1, 3, 1, 8))] * 3, gates, gates)
+    with kernels_on_cpu(Mode.FAST):
+        target = exact_target("qwen3_5")
+        caches = [c for c in target.make_cache() if isinstance(c, RecurrentCache)]
+        assert caches
+        assert all(cache.exact for cache in caches)
+        monkeypatch.setitem(backend._rejected, operation, "it differs")
+        with pytest.raises(UsageError, match=f"{operation}: it differs"):
+            _run_and_keep(RecurrentCache(4, exact=True), rows, 2)
+        _run_and_keep(RecurrentCache(4), rows, 2)
+
+
+def _run_and_keep(cache: RecurrentCache, rows: DeltaRows, n: int) -> None:
+    cache.window(mx.zeros((1, rows.keys.shape[1], 8)))
+    cache.advance(rows)
+    cache.commit(n)
 
 
 def test_blocks_beyond_the_kernels_rows_are_refused() -> None:

@@ -172,13 +172,19 @@ def test_views_of_real_caches(window: int | None) -> None:
     assert_near(twin[0], want, size)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_a_row_has_the_same_bits_at_any_place_of_a_block(window: int | None) -> None:
-    """Rows decoded one at a time, in blocks cut anywhere, and behind a context that lost rows."""
-    end, start, dim = 300, 250, 64
-    queries, before, block = _inputs(2, 1, dim, end, 0, mx.float32)
+# Five heads of a group and sixteen rows take two threadgroups.
+@pytest.mark.parametrize(
+    ("heads", "dim", "window", "type_"),
+    [(2, 64, None, mx.float32), (2, 64, 70, mx.float32), (5, 128, None, mx.bfloat16)],
+)
+def test_a_row_has_the_same_bits_at_any_place_of_a_block(
+    heads: int, dim: int, window: int | None, type_: mx.Dtype
+) -> None:
+    """Rows decoded one at a time, in blocks of 1 to 16, and behind a context that lost rows."""
+    end, start = 300, 240
+    queries, before, block = _inputs(heads, 1, dim, end, 0, type_)
     del before
-    sinks = random((2,), mx.float32, 6)
+    sinks = random((heads,), type_, 6)
 
     def rows(first: int, last: int, held: int) -> mx.array:
         context = Rows(*(part[:, :, held:first] for part in block))
@@ -195,12 +201,12 @@ def test_a_row_has_the_same_bits_at_any_place_of_a_block(window: int | None) -> 
         )[0]
 
     with kernels_on_cpu(Mode.FAST):
-        single = [rows(at, at + 1, 0) for at in range(start, end, 7)]
-        for first, last, held in ((240, 256, 0), (250, 251, 0), (243, 259, 0), (284, 300, 0)):
-            drop = first - window + 1 if window else held
-            found = rows(first, last, drop)
-            for at, alone in zip(range(start, end, 7), single, strict=True):
-                if first <= at < last:
+        places = range(start, end, 5)
+        single = [rows(at, at + 1, 0) for at in places]
+        for first, count in ((240, 16), (284, 16), *((256 - n // 2, n) for n in range(1, 16))):
+            found = rows(first, first + count, first - window + 1 if window else 0)
+            for at, alone in zip(places, single, strict=True):
+                if first <= at < first + count:
                     assert mx.array_equal(found[at - first], alone[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from metal_cpu import Mode
 from metal_kernels import kernels_on_cpu, launches
 from tiny import tiny_prompt, tiny_target
 from tiny_drafter import drafter_config, write_drafter
+from tiny_engine import tiny_engine
 
+from dflash_mlx.cli import doctor
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
@@ -94,7 +97,12 @@ def test_text_drafts_and_acceptance_are_those_of_the_operations(
     ran, cycles, layers = launches(made), stats.cycles, len(drafter.model.layers)
     # The prompt's 21 rows are too many for the two kernels of the injection.
     windows = len(set(drafter.config.windows))
-    assert ran["rows_matmul"] * windows == ran["context_projection"] >= windows * (cycles - 1)
+    assert ran["fuse_taps"] >= cycles - 1
+    assert ran["head_projection"] == windows * ran["fuse_taps"] + layers * cycles
+    second = 2 if drafter.config.parts else 0  # coefficients of two sublayers
+    # Behind attention, and two of an MLP.
+    assert ran["rows_matmul"] == (3 + second) * layers * cycles
+    assert ran.get("block_convolution", 0) == 2 * second * layers * cycles
     assert ran["block_attention"] > layers * cycles
     if family in ("qwen3_5", "qwen3_next"):
         assert ran["gated_delta_advance"] > ran["gated_delta_replay"] > cycles
@@ -104,18 +112,38 @@ def test_the_trial_runs_every_kernel_and_finds_no_fault() -> None:
     with kernels_on_cpu(trusted=False) as made:
         assert try_all() == []
         assert set(launches(made)) == {
-            *("rows_matmul", "context_projection", "block_attention", "attention_combine"),
+            *("rows_matmul", "fuse_taps", "head_projection", "block_attention"),
+            *("attention_combine", "block_convolution"),
             *("gated_delta_advance", "gated_delta_replay"),
         }
-        names = "block_attention, context_projection, gated_delta_advance, gated_delta_replay"
-        assert f"{names}, rows_matmul" in backend.status()
+        names = (
+            "block_attention, block_convolution, fuse_taps, gated_delta_advance, gated_delta_replay"
+        )
+        assert f"{names}, head_projection, rows_matmul" in backend.status()
 
 
-def test_the_trial_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mismatch_is_one_warning_and_shows_in_the_statistics_and_in_doctor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("dflash_mlx.kernels.attention.split_keys", lambda total: 64)
-    monkeypatch.setattr("dflash_mlx.kernels.attention._tile", lambda dim, dtype: 48)
-    with kernels_on_cpu(trusted=False), pytest.warns(RuntimeWarning, match="block_attention"):
-        assert any("block_attention is not used" in sentence for sentence in try_all())
+    monkeypatch.setattr("dflash_mlx.kernels.attention.tile_keys", lambda dim, dtype: 48)
+    reason = "block_attention is not used: it differs"
+    with kernels_on_cpu(trusted=False) as made:
+        with pytest.warns(RuntimeWarning, match=reason) as caught:
+            assert any(reason in sentence for sentence in try_all())
+        assert len(caught) == 1
+        monkeypatch.setattr(backend, "_on_gpu", lambda: False)  # the answer without the harness
+        count = len(made)
+        stats = tiny_engine(tmp_path).generate("Count.", max_tokens=2).stats
+        assert len(made) == count
+        assert "block_attention not used, it differs" in stats.kernels
+        assert stats.warnings == []
+    with warnings.catch_warnings(record=True) as silent, kernels_on_cpu(trusted=False):
+        warnings.simplefilter("always")
+        status, remarks = doctor._kernels()
+    assert silent == []
+    assert "block_attention not used, it differs" in status
+    assert [reason in remark for remark in remarks] == [True]
 
 
 def test_without_kernels_the_trial_does_nothing() -> None:

@@ -64,16 +64,20 @@ def test_run_and_replay_against_float64(
     np.testing.assert_allclose(state, _reference(rows.first(kept), start)[1], atol=2e-5)
 
 
-def test_rows_together_one_by_one_and_replayed_have_the_same_bits() -> None:
-    rows = _rows(9, 1, 2, 40, 8)
+@pytest.mark.parametrize(("key_dim", "dim"), [(40, 8), (128, 16)])
+def test_rows_together_one_by_one_and_replayed_have_the_same_bits(key_dim: int, dim: int) -> None:
+    rows = _rows(16, 1, 2, key_dim, dim)
     state = start = _state(rows)
     with kernels_on_cpu(Mode.FAST):
         ran = advance(rows, start)
-        for t in range(9):
+        for t in range(16):
             single = advance(DeltaRows(*(part[:, t : t + 1] for part in rows)), state)
             state = single.end
             assert mx.array_equal(single.out, ran.out[:, t : t + 1])
             assert mx.array_equal(state, replay(rows, start, ran.changes, t + 1))
+            some = advance(rows.first(t + 1), start)
+            assert mx.array_equal(some.out, ran.out[:, : t + 1])
+            assert mx.array_equal(some.end, state)
         assert mx.array_equal(state, ran.end)
 
 

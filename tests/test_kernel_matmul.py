@@ -9,7 +9,7 @@ import pytest
 from metal_cpu import SCHEDULES, Mode
 from metal_kernels import assert_near, exact, kernels_on_cpu, launches, random
 
-from dflash_mlx.kernels import matmul, rows_matmul
+from dflash_mlx.kernels import backend, gated_matmul, matmul, rows_matmul
 
 pytestmark = pytest.mark.metal_cpu
 
@@ -37,14 +37,16 @@ def dense(linear: nn.Module) -> np.ndarray:
     return codes * scales + biases
 
 
-def _check(linear: nn.Module, rows: int, dtype: mx.Dtype, out: mx.Dtype | None = None) -> None:
+def _check(linear: nn.Module, rows: int, dtype: mx.Dtype, *, residual: bool = False) -> None:
     weights = dense(linear)
     x = random((1, rows, weights.shape[1]), dtype, 3)
+    added = random((1, rows, len(weights)), dtype, 4) if residual else None
     with kernels_on_cpu() as made:
-        found = rows_matmul(x, linear, out)
+        found = rows_matmul(x, linear, residual=added)
     assert launches(made) == {"rows_matmul": 1}
-    assert found.dtype == (out or dtype)
+    assert found.dtype == dtype
     bias = exact(linear.bias) if "bias" in linear else np.zeros(len(weights))
+    bias = bias if added is None else bias + exact(added[0])
     want = exact(x[0]) @ weights.T + bias
     assert_near(found[0], want, np.abs(exact(x[0])) @ np.abs(weights).T + np.abs(bias))
 
@@ -52,7 +54,8 @@ def _check(linear: nn.Module, rows: int, dtype: mx.Dtype, out: mx.Dtype | None =
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_each_type_and_width(dtype: mx.Dtype, bits: int) -> None:
-    _check(linear_layer(40, 192, dtype, bits, bias=bits != 8), 11, dtype, mx.float32)
+    linear = linear_layer(40, 192, dtype, bits, bias=bits != 8)
+    _check(linear, 11, dtype, residual=bits != 4)
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -69,21 +72,97 @@ def test_odd_sizes(rows: int, outputs: int, columns: int) -> None:
 # fc of Qwen3-8B's drafter (K = 5 · 4096) and of gpt-oss-20b's (K = 5 · 2880), few outputs.
 @pytest.mark.parametrize(("columns", "bits"), [(20480, 4), (14400, 0)])
 def test_the_long_sums_of_real_drafters(columns: int, bits: int) -> None:
-    _check(linear_layer(16, columns, mx.bfloat16, bits), 16, mx.bfloat16, mx.float32)
+    _check(linear_layer(16, columns, mx.bfloat16, bits), 16, mx.bfloat16)
 
 
-def test_a_row_has_the_same_bits_in_any_company_and_schedule() -> None:
-    linear = linear_layer(24, 320, mx.bfloat16, 4)
-    x = random((1, 16, 320), mx.bfloat16, 5)
+# Of a SmolLM2-like layer in full, of one with 4-bit weights, and one that fills no tile.
+@pytest.mark.parametrize(("outputs", "columns", "bits"), [(24, 576, 0), (24, 320, 4), (13, 96, 8)])
+def test_a_row_has_the_same_bits_in_any_company_and_schedule(
+    outputs: int, columns: int, bits: int
+) -> None:
+    linear = linear_layer(outputs, columns, mx.float32, bits, 32)
+    x = random((1, 16, columns), mx.float32, 5)
     with kernels_on_cpu(Mode.FAST):
-        whole = rows_matmul(x, linear, mx.float32)
+        whole = rows_matmul(x, linear)
         for rows in range(1, 17):
             for start in {0, 16 - rows}:
-                part = rows_matmul(x[:, start : start + rows], linear, mx.float32)
+                part = rows_matmul(x[:, start : start + rows], linear)
                 assert mx.array_equal(part, whole[:, start : start + rows])
-    for schedule in SCHEDULES:
+    for schedule in SCHEDULES if bits == 4 else ():
         with kernels_on_cpu(Mode.FAST, schedule):
-            assert mx.array_equal(rows_matmul(x, linear, mx.float32), whole)
+            assert mx.array_equal(rows_matmul(x, linear), whole)
+
+
+def _gated(
+    x: mx.array, norm: nn.RMSNorm | None, gate: nn.Module, up: nn.Module
+) -> tuple[np.ndarray, np.ndarray]:
+    """swiglu of two products in float64, and the size of what its errors come from."""
+    rows, size = exact(x[0]), np.abs(exact(x[0]))
+    if norm is not None:
+        factor = exact(norm.weight) / np.sqrt((rows**2).mean(axis=-1, keepdims=True) + norm.eps)
+        rows, size = rows * factor, size * np.abs(factor)
+    (a, wide), (b, high) = (
+        (rows @ dense(part).T, size @ np.abs(dense(part)).T) for part in (gate, up)
+    )
+    # silu is at most its argument, with a slope of at most 1.1.
+    return a / (1 + np.exp(-a)) * b, 1.1 * wide * np.abs(b) + np.abs(a) * high
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_gated_products_of_each_type(dtype: mx.Dtype, bits: int) -> None:
+    _check_gated(5, 40, 128, dtype, bits, normed=bits != 8)
+
+
+# One, primes, not a multiple of any tile; a slice of Qwen3-8B's drafter.
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns", "normed"),
+    [(1, 1, 8, True), (9, 13, 72, True), (16, 17, 1032, False), (16, 16, 4096, True)],
+)
+def test_gated_products_of_odd_and_real_sizes(
+    rows: int, outputs: int, columns: int, normed: bool
+) -> None:
+    _check_gated(rows, outputs, columns, mx.float32, 0, normed=normed)
+
+
+def _check_gated(
+    rows: int, outputs: int, columns: int, dtype: mx.Dtype, bits: int, *, normed: bool
+) -> None:
+    gate = linear_layer(outputs, columns, dtype, bits)
+    plain = nn.Linear(columns, outputs, bias=False)
+    plain.weight = random((outputs, columns), dtype, 6)
+    up = nn.QuantizedLinear.from_linear(plain, 64, bits) if bits else plain
+    norm = nn.RMSNorm(columns, eps=1e-3) if normed else None
+    if norm is not None:
+        norm.weight = 1 + random((columns,), dtype, 7, 0.3)
+    x = random((1, rows, columns), dtype, 8, 0.3)
+    twin = gated_matmul(x, norm, gate, up)
+    with kernels_on_cpu() as made:
+        found = gated_matmul(x, norm, gate, up)
+    assert launches(made) == {"rows_matmul": 1}
+    want, size = _gated(x, norm, gate, up)
+    assert_near(found[0], want, size)
+    if dtype == mx.float32:
+        assert_near(twin[0], want, size)
+
+
+def test_a_gated_row_has_the_same_bits_in_any_company() -> None:
+    gate, up = linear_layer(16, 200, mx.float32), linear_layer(16, 200, mx.float32)
+    norm, x = nn.RMSNorm(200), random((1, 16, 200), mx.float32, 9)
+    with kernels_on_cpu(Mode.FAST):
+        whole = gated_matmul(x, norm, gate, up)
+        for first, last in ((0, 1), (3, 8), (5, 16), (15, 16)):
+            part = gated_matmul(x[:, first:last], norm, gate, up)
+            assert mx.array_equal(part, whole[:, first:last])
+
+
+def test_gates_with_a_bias_or_of_two_kinds_go_to_the_twin() -> None:
+    biased, plain = linear_layer(16, 64, mx.float32, bias=True), linear_layer(16, 64, mx.float32)
+    x = random((1, 2, 64), mx.float32, 9)
+    with kernels_on_cpu() as made:
+        gated_matmul(x, None, biased, plain)
+        gated_matmul(x, None, plain, nn.QuantizedLinear.from_linear(plain, 32, 4))
+    assert made == []
 
 
 @pytest.mark.parametrize(
@@ -107,3 +186,11 @@ def test_many_rows_go_to_the_twin() -> None:
     with kernels_on_cpu() as made:
         rows_matmul(random((1, matmul.MAX_ROWS + 1, 64), mx.float32, 8), linear)
     assert made == []
+
+
+def test_each_size_of_weights_is_checked_at_its_first_use() -> None:
+    x = random((1, 3, 64), mx.float32, 8)
+    with kernels_on_cpu(Mode.FAST, trusted=False):
+        for outputs in (8, 24, 8):
+            rows_matmul(x, linear_layer(outputs, 64, mx.float32))
+        assert len(backend._trusted) == 2

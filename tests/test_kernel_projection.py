@@ -10,7 +10,11 @@ from metal_cpu import SCHEDULES, Mode
 from metal_kernels import ROUNDING, assert_near, exact, kernels_on_cpu, launches, random
 from test_kernel_matmul import dense, linear_layer
 
-from dflash_mlx.kernels import HeadProjection, context_projection
+from dflash_mlx.kernels import (
+    Fused,
+    HeadProjection,
+    context_projection,
+)
 from dflash_mlx.layers.rope import Rope
 
 pytestmark = pytest.mark.metal_cpu
@@ -31,7 +35,7 @@ def _heads(
     return HeadProjection(joined, head_norms, 2e-3, kv_heads)
 
 
-def _norm(heads: HeadProjection) -> nn.RMSNorm:
+def norm_of(heads: HeadProjection) -> nn.RMSNorm:
     """A norm of the fused features that fits the projection."""
     hidden = dense(heads.joined).shape[1]
     norm = nn.RMSNorm(hidden, eps=1e-3)
@@ -40,12 +44,17 @@ def _norm(heads: HeadProjection) -> nn.RMSNorm:
 
 
 def _project(
-    fused: mx.array, heads: HeadProjection, rope: Rope, position: int
+    fused: mx.array, heads: HeadProjection, rope: Rope, position: int, *, parts: int = 0
 ) -> tuple[mx.array, mx.array]:
-    return context_projection(fused, _norm(heads), heads, rope, position)
+    """With the squares of the rows in that many parts, if any."""
+    squares = None
+    if parts:
+        pieces = mx.square(fused[0].astype(mx.float32)).reshape(fused.shape[1], parts, -1)
+        squares = pieces.sum(axis=-1).T
+    return context_projection(Fused(fused, squares), norm_of(heads), heads, rope, position)
 
 
-def _rope(dim: int, kind: str) -> Rope:
+def rope_of(dim: int, kind: str) -> Rope:
     periods = 1000.0 ** (np.arange(0, dim, 2) / dim)
     if kind == "theta":
         return Rope(periods, theta=1000.0)
@@ -54,11 +63,11 @@ def _rope(dim: int, kind: str) -> Rope:
     return Rope(periods * np.linspace(1, 3, len(periods)), 1.2)
 
 
-def _reference(
+def reference(
     fused: mx.array, heads: HeadProjection, rope: Rope, position: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Keys and values in float64 as [layers, Hkv, S, D], and the size of the sums behind them."""
-    x, weights, norm = exact(fused[0]), dense(heads.joined), _norm(heads)
+    x, weights, norm = exact(fused[0]), dense(heads.joined), norm_of(heads)
     rms = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
     x = x / rms * exact(norm.weight)
     bias = exact(heads.joined.bias) if "bias" in heads.joined else np.zeros(len(weights))
@@ -87,11 +96,11 @@ def _reference(
 def _check(
     heads: HeadProjection, rows: int, rope: Rope, position: int, dtype: mx.Dtype = mx.float32
 ) -> None:
-    fused = random((1, rows, _norm(heads).weight.shape[0]), dtype, 7)
+    fused = random((1, rows, norm_of(heads).weight.shape[0]), dtype, 7)
     with kernels_on_cpu() as made:
-        found = _project(fused, heads, rope, position)
-    assert launches(made) == {"context_projection": 1}
-    for got, want, size in zip(found, *_reference(fused, heads, rope, position), strict=True):
+        found = _project(fused, heads, rope, position, parts=4 * (rows % 2))
+    assert launches(made) == {"head_projection": 1}
+    for got, want, size in zip(found, *reference(fused, heads, rope, position), strict=True):
         assert_near(got, want, size)
 
 
@@ -99,41 +108,41 @@ def _check(
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_each_type_and_width(dtype: mx.Dtype, bits: int) -> None:
     heads = _heads(2, 1, 64, 96, dtype, bits=bits, bias=bits == 4)
-    _check(heads, 5, _rope(64, "theta"), 40)
+    _check(heads, 5, rope_of(64, "theta"), 40)
 
 
 @pytest.mark.parametrize("kind", ["theta", "partial", "scaled"])
 @pytest.mark.parametrize("dim", [96, 128, 256])
 def test_each_head_size_and_rope(dim: int, kind: str) -> None:
-    _check(_heads(1, 2, dim, 64, mx.float32), 9, _rope(dim, kind), 13)
+    _check(_heads(1, 2, dim, 64, mx.float32), 9, rope_of(dim, kind), 13)
 
 
 # Hidden sizes of Qwen3-8B, Qwen3.5-9B (4096, 128) and gpt-oss-20b (2880, 64) drafters; one head.
 @pytest.mark.parametrize(("hidden", "dim", "bits"), [(4096, 128, 4), (2880, 64, 0)])
 def test_real_widths(hidden: int, dim: int, bits: int) -> None:
-    _check(_heads(1, 1, dim, hidden, mx.bfloat16, bits=bits), 16, _rope(dim, "scaled"), 100)
+    _check(_heads(1, 1, dim, hidden, mx.bfloat16, bits=bits), 16, rope_of(dim, "scaled"), 100)
 
 
 @pytest.mark.parametrize(("rows", "hidden", "dim"), [(1, 8, 16), (16, 24, 8), (7, 40, 16)])
 def test_odd_sizes(rows: int, hidden: int, dim: int) -> None:
-    _check(_heads(3, 1, dim, hidden, mx.float32), rows, _rope(dim, "theta"), 0)
+    _check(_heads(3, 1, dim, hidden, mx.float32), rows, rope_of(dim, "theta"), 0)
 
 
 @pytest.mark.parametrize("kind", ["theta", "partial", "scaled"])
 def test_the_twin_agrees_far_into_a_sequence(kind: str) -> None:
-    heads, rope = _heads(2, 2, 64, 64, mx.float32, bias=True), _rope(64, kind)
+    heads, rope = _heads(2, 2, 64, 64, mx.float32, bias=True), rope_of(64, kind)
     fused = random((1, 4, 64), mx.float32, 8)
     twin = _project(fused, heads, rope, 5000)
     with kernels_on_cpu() as made:
         found = _project(fused, heads, rope, 5000)
-    assert launches(made) == {"context_projection": 1}
+    assert launches(made) == {"head_projection": 1}
     for got, want in zip(found, twin, strict=True):
         # An angle of 5000 has half a thousandth of rounding in float32.
         np.testing.assert_allclose(got, want, atol=2e-3 * float(mx.abs(want).max()))
 
 
 def test_rows_have_the_same_bits_in_any_company_and_schedule() -> None:
-    heads, rope = _heads(1, 2, 64, 72, mx.bfloat16), _rope(64, "theta")
+    heads, rope = _heads(1, 2, 64, 72, mx.bfloat16), rope_of(64, "theta")
     fused = random((1, 16, 72), mx.float32, 9)
     with kernels_on_cpu(Mode.FAST):
         whole = _project(fused, heads, rope, 30)
@@ -150,5 +159,5 @@ def test_rows_have_the_same_bits_in_any_company_and_schedule() -> None:
 def test_a_head_that_fits_no_threadgroup_goes_to_the_twin() -> None:
     heads = _heads(1, 1, 12, 32, mx.float32)
     with kernels_on_cpu() as made:
-        _project(random((1, 2, 32), mx.float32, 3), heads, _rope(12, "theta"), 0)
+        _project(random((1, 2, 32), mx.float32, 3), heads, rope_of(12, "theta"), 0)
     assert made == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import prod
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,14 +17,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_kernels
 import kernel_cases
-import kernel_cost
+import kernel_dispatches
 
 SMALL = [
     ("rows_matmul", lambda: kernel_cases.matmul_case("a", 5, 40, 128, 4)),
-    ("context_projection", lambda: kernel_cases.projection_case("b", 9, 64, 2, 1, 128, 0)),
+    ("rows_matmul", lambda: kernel_cases.gated_case("a", 5, 40, 128, 0)),
+    ("fuse_taps", lambda: kernel_cases.taps_case("b", 9, 40, 64, 2, 0)),
+    ("head_projection", lambda: kernel_cases.context_case("b", 9, 64, 2, 1, 128, 0)),
+    ("head_projection", lambda: kernel_cases.block_case("b", 9, 64, 2, 1, 32, 0)),
     ("block_attention", lambda: kernel_cases.attention_case("c", 4, 2, 64, 16, 300, Sight(True))),
     ("block_attention", lambda: kernel_cases.attention_case("d", 2, 2, 64, 3, 90, Sight(False))),
-    ("gated_delta_advance", lambda: kernel_cases.recurrence_case("e", 1, 2, 32, 3)),
+    ("block_convolution", lambda: kernel_cases.convolution_case("e", 3, 40, 2)),
+    ("gated_delta_advance", lambda: kernel_cases.advance_case("e", 1, 2, 32, 3)),
+    ("gated_delta_replay", lambda: kernel_cases.replay_case("f", 1, 2, 32, 3)),
 ]
 
 
@@ -41,11 +47,14 @@ def test_a_case_states_its_launches_and_agrees_with_its_twin(operation: str, mad
     assert case.operation == operation
     with kernels_on_cpu(Mode.FAST, trusted=False) as kernels:
         row = bench_kernels.measure(case, repetitions=1, calls=1)
-        launched = [call for kernel in kernels for call in kernel._captures.values()]
+        own = [
+            k for k in kernels if case.operation in k._made["name"] or "combine" in k._made["name"]
+        ]
+        launched = [call for kernel in own for call in kernel._captures.values()]
     assert row["fault"] is None
     assert row["difference"] < 1e-4
     assert row["ratio"] > 0
-    stated = [(one.threadgroups, one.threads) for one in case.launches]
+    stated = [(prod(one.groups), prod(one.threads)) for one in case.launches]
     found = []
     for call in launched:
         sizes = zip(call.grid, call.threadgroup, strict=True)
@@ -68,15 +77,16 @@ def test_a_fault_is_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_and_flops_of_a_case_by_hand() -> None:
     case = kernel_cases.matmul_case("fc", 2, 32, 128, 4)
-    assert case.bytes == 32 * 128 // 2 + 2 * 2 * (32 * 2) + 2 * 2 * (128 + 32)
+    # Codes, scales and biases, then two rows of input, residual and output.
+    assert case.bytes == 32 * 128 // 2 + 2 * 2 * (32 * 2) + 2 * 2 * (128 + 32 + 32)
     assert case.flops == 2 * 2 * 32 * 128
 
 
 def test_every_case_fits_a_threadgroup() -> None:
-    for case in kernel_cases.cases():
-        for launch in case.launches:
-            assert launch.threads <= 1024
-            assert launch.threadgroup_bytes <= 32768
+    cases = kernel_cases.cases()
+    assert not [case for case in cases for launch in case.launches if launch.fault]
+    operations = {case.operation for case in cases}
+    assert operations == {operation for operation, _ in SMALL}
 
 
 def test_without_metal_there_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,15 +95,42 @@ def test_without_metal_there_is_nothing_to_measure(capsys: pytest.CaptureFixture
 
 
 def test_dispatches_of_a_cycle() -> None:
-    before, after = (kernel_cost.count_cycle(kernels) for kernels in (False, True))
-    layers = kernel_cost.LAYERS
-    # fc, K and V of all layers, and one write for each of them.
-    assert after["inject"].total() == 4
-    # fc, joined projection, two norms with weights apart, rope, and two writes a layer.
-    assert before["inject"].total() == 6 + 2 * layers
-    assert before["draft"]["attention"] == after["draft"]["block_attention"] * 2 == 2 * layers
-    assert after["draft"]["attention_combine"] == layers
-    # A draft layer without kernels: 4 norms, 7 matrices, 2 ropes, 2 writes, attention, swiglu,
-    # 2 additions.
-    assert before["draft"].total() // layers >= 4 + 7 + 2 + 2 + 2 + 1 + 2
-    assert after["draft"].total() == before["draft"].total() - 2 * layers
+    layers = 2
+    before, after = (kernel_dispatches.count_cycle(kernels, layers) for kernels in (False, True))
+    # fc, K and V of all layers, and two writes.
+    assert after["inject"] == {"fuse_taps": 1, "head_projection": 1, "__setitem__": 2}
+    # Two taps joined, two products, two norms with weights apart, rope, and two writes a layer.
+    products = 2 * kernel_dispatches.PRODUCT
+    assert before["inject"].total() == 2 + products + 2 + 2 + 1 + 2 * layers
+    assert before["draft"]["scaled_dot_product_attention"] == layers
+    assert after["draft"]["block_attention"] == after["draft"]["attention_combine"] == layers
+    # Two joined ids and a look-up, the cast of logits, final norm and head, the choice, and whether
+    # a logit was NaN.
+    rest = 2 + 1 + 1 + 1 + kernel_dispatches.PRODUCT + 1 + 3
+    assert after["draft"].total() == 6 * layers + rest
+
+
+def test_dispatches_of_a_draft_layer() -> None:
+    # Four norms, seven products in two parts, two ropes, two writes, attention, swiglu, two sums.
+    assert kernel_dispatches.per_layer(False) == 4 + 7 * 2 + 2 + 2 + 1 + 1 + 2
+    # Heads, two of attention, its output, and two of the MLP.
+    assert kernel_dispatches.per_layer(True) == 6 <= 12
+    # DFlash 2 keeps its two norms, and has a projection, a sum and two convolutions for each.
+    assert kernel_dispatches.per_layer(True, second=True) == 6 + 2 * (1 + 1 + 1 + 2)
+
+
+def test_an_operation_without_a_count_is_an_error() -> None:
+    for unknown in (
+        lambda x: mx.erf(x),
+        lambda x: x**2,
+        lambda x: x.cumsum(),
+        lambda x: mx.fast.layer_norm(x, x, x, 1),
+    ):
+        with (
+            kernel_dispatches.recorder(),
+            pytest.raises(kernel_dispatches.UncountedError, match="no dispatches"),
+        ):
+            unknown(mx.zeros((3,)))
+    with kernel_dispatches.recorder() as counted:
+        mx.softmax(mx.ones((3,)))
+    assert counted == {"ones": 1, "softmax": 1}

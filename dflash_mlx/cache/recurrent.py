@@ -16,7 +16,8 @@ class RecurrentCache(LayerCache):
 
     Pending rows are kept beside the state from before them; `commit` runs the recurrence again
     over the rows that stay. The recurrence goes row by row on MLX's CPU back-end, so that state
-    equals, bit for bit, the one of rows run one at a time. Nothing is evaluated here.
+    equals, bit for bit, the one of rows run one at a time; elsewhere only if `exact`. Nothing is
+    evaluated here.
 
     From `advance` to `commit`, and no longer, there is a second state: the one behind all pending
     rows, which the run makes in any case. With it a commit of all of them (every prompt's chunk and
@@ -25,8 +26,8 @@ class RecurrentCache(LayerCache):
     BLAS), to save 2 MB a layer: 50 MB beside 8 GB of weights.
     """
 
-    def __init__(self, taps: int) -> None:
-        self.taps = taps
+    def __init__(self, taps: int, *, exact: bool = False) -> None:
+        self.taps, self.exact = taps, exact
         self.state: mx.array | None = None
         self.tail: mx.array | None = None
         self._end: mx.array | None = None  # the state behind all pending rows
@@ -48,7 +49,7 @@ class RecurrentCache(LayerCache):
         The same rows' inputs went through `window` before. A second forward before a commit
         replaces the pending rows of the first.
         """
-        out, self._end, self._changes = advance(rows, self.state)
+        out, self._end, self._changes = advance(rows, self.state, exact=self.exact)
         self._rows = rows
         self.pending = rows.keys.shape[1]
         return out
@@ -58,8 +59,10 @@ class RecurrentCache(LayerCache):
         if n:
             assert self._window is not None
             assert self._rows is not None
-            whole = n == self.pending
-            self.state = self._end if whole else replay(self._rows, self.state, self._changes, n)
+            if n == self.pending:
+                self.state = self._end
+            else:
+                self.state = replay(self._rows, self.state, self._changes, n, exact=self.exact)
             # A copy: a view would hold the whole window's memory.
             self.tail = mx.contiguous(self._window[:, n : n + self.taps - 1])
         self.length += n

@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,7 +73,9 @@ def _kernels() -> tuple[str, list[str]]:
     """What runs as a kernel, each tried on a small case first, and a remark for each that fails."""
     from dflash_mlx import kernels
 
-    failed = kernels.try_all()
+    with warnings.catch_warnings():  # a remark says it
+        warnings.simplefilter("ignore")
+        failed = kernels.try_all()
     return kernels.status(), failed
 
 

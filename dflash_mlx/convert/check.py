@@ -129,7 +129,8 @@ def _run(source: Source, ids: Sequence[int]) -> Iterator[tuple[str, np.ndarray]]
     del rows
     segment = Segment(mx.arange(len(ids), dtype=mx.int32), caches)
     hidden, last = model.forward([segment], [len(layers) - 1])
-    seen(last)
+    assert last is not None
+    seen(last.joined)
     yield "embedding", states[0]
     for index, state in enumerate(states[1:]):
         yield f"layer {index}", state

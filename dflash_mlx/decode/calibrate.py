@@ -19,6 +19,7 @@ from dflash_mlx.decode.session import Guard
 from dflash_mlx.decode.step import Chooser, launch
 from dflash_mlx.decode.words import sizes
 from dflash_mlx.draft.base import DraftCache, Drafter, ReducedHead
+from dflash_mlx.features import Features
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
 
@@ -149,7 +150,7 @@ class _Bench:
         start(self._anchor())
         seconds = self._timed(step)
         self.cache.commit(0)
-        self.drafter.observe(mx.concatenate(features, axis=1), self.draft_cache)
+        self.drafter.observe(Features.one_behind_another(features), self.draft_cache)
         mx.eval(self.cache.arrays(), self.draft_cache.arrays())
         return seconds
 
@@ -169,7 +170,7 @@ class _Bench:
             flight.read()
             assert flight.features is not None
             self.cache.commit(1)
-            self.drafter.observe(flight.features[:, :1], self.draft_cache)
+            self.drafter.observe(flight.features.rows(0, 1), self.draft_cache)
 
         seconds = self._timed(step)
         mx.eval(self.cache.arrays(), self.draft_cache.arrays())

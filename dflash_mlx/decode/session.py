@@ -19,6 +19,7 @@ from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.decode.step import Chooser, Flight, launch, unsound
 from dflash_mlx.decode.words import Words
 from dflash_mlx.draft.base import DraftCache, Drafter, ReducedHead
+from dflash_mlx.features import Features
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
 
@@ -69,7 +70,7 @@ class Session:
         self.ids: list[int] = []  # tokens whose rows are committed
         self.cache = self.target.make_cache()
         self.draft_cache: DraftCache | None = None
-        self._waiting: list[mx.array] = []  # features [1, S, T·H] the drafter has not seen yet
+        self._waiting: list[Features] = []  # that the drafter has not seen yet
         if self.drafter is not None and self.block_size > 1 and not self._sick:
             self.draft_cache = self.drafter.make_cache()
 
@@ -311,7 +312,7 @@ class Session:
         self.cache.commit(len(ids))
         self.ids += ids
         if self.draft_cache is not None and flight.features is not None:
-            self._waiting.append(flight.features[:, : len(ids)])
+            self._waiting.append(flight.features.rows(0, len(ids)))
             if flight.drafted or len(self._waiting) >= MOST_WAITING:
                 self._observe_waiting()
 
@@ -319,8 +320,7 @@ class Session:
         """Give the drafter the features it lacks; its context is then as long as the target's."""
         waiting, self._waiting = self._waiting, []
         if waiting and (drafter := self._drafter) is not None:
-            joined = waiting[0] if len(waiting) == 1 else mx.concatenate(waiting, axis=1)
-            drafter.observe(joined, self.draft_cache)
+            drafter.observe(Features.one_behind_another(waiting), self.draft_cache)
 
     def _watch_drafter(self, healthy: bool, stats: GenerationStats) -> None:
         if not healthy:

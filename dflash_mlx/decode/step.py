@@ -15,6 +15,7 @@ from dflash_mlx.decode.accept import Verdict, accept_greedy, accept_sampled
 from dflash_mlx.decode.sampling import History, SamplingParams, draw, penalise, probabilities
 from dflash_mlx.draft.base import DraftCache, Drafter, DraftSampling, Proposal, ReducedHead
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.features import Features
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment
 
@@ -26,7 +27,7 @@ class Flight:
     drafted: int
     tokens: mx.array  # [drafted + 1] int32, lazy
     packed: mx.array  # [accepted, healthy, sound, tokens...] int32: everything the host reads
-    features: mx.array | None  # [1, drafted + 1, T·H]
+    features: Features | None  # [1, drafted + 1, T·H]
     head: ReducedHead | None = None  # that drafted, None is the whole one
 
     def read(self) -> tuple[int, bool, list[int]]:

@@ -9,6 +9,8 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.features import Features
+
 
 @dataclass(frozen=True)
 class DraftSampling:
@@ -93,7 +95,7 @@ class Drafter(Protocol):
 
     def make_cache(self) -> DraftCache: ...
 
-    def observe(self, features: mx.array, cache: DraftCache) -> None:
+    def observe(self, features: mx.array | Features, cache: DraftCache) -> None:
         """Project newly committed target features [1, S, T·H] into the context K/V of all layers.
 
         They belong to positions cache.length .. cache.length + S - 1; length grows by S.

@@ -18,11 +18,15 @@ from dflash_mlx.cache.context import ContextCache, LayerContext, SharedContext
 from dflash_mlx.draft.base import DraftSampling, HeadRows, Projection, Proposal, ReducedHead
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.head import FrequentRows
+from dflash_mlx.features import Features
 from dflash_mlx.kernels import (
     HeadProjection,
     Sight,
     block_attention,
+    block_projection,
     context_projection,
+    fuse_taps,
+    gated_matmul,
     kernels_active,
     rows_matmul,
 )
@@ -50,22 +54,29 @@ class DraftAttention(nn.Module):
         self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, rope: Rope, context: LayerContext | SharedContext) -> mx.array:
-        """[1, L, H] at positions context.length .. -> [1, L, H]."""
-        rows = x.shape[1]
-        queries = self.q_norm(self.q_proj(x).reshape(1, rows, self.heads, -1))
-        keys = self.k_norm(self.k_proj(x).reshape(1, rows, self.kv_heads, -1))
-        values = self.v_proj(x).reshape(1, rows, self.kv_heads, -1)
-        queries = rope(queries.transpose(0, 2, 1, 3), context.length)  # [1, Hq, L, D]
-        keys = rope(keys.transpose(0, 2, 1, 3), context.length)
+    def __call__(
+        self,
+        x: mx.array,
+        rope: Rope,
+        context: LayerContext | SharedContext,
+        *,
+        norm: nn.RMSNorm | None = None,
+        residual: mx.array | None = None,
+    ) -> mx.array:
+        """[1, L, H] at positions context.length .. -> [1, L, H], `residual` added.
+
+        With a `norm` of x. Few rows cost four or five launches where kernels are active.
+        """
+        at = context.length
+        queries, keys, values = block_projection(x, norm, self, rope, at)
         out = block_attention(
             queries,
-            context.around(keys, values.transpose(0, 2, 1, 3)),
+            context.around(keys, values),
             scale=self.scale,
             sight=self.sight,
-            position=context.length,
+            position=at,
         )
-        return self.o_proj(out)
+        return rows_matmul(out, self.o_proj, residual=residual)
 
 
 class DraftLayer(nn.Module):
@@ -77,8 +88,15 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(self, x: mx.array, rope: Rope, context: LayerContext | SharedContext) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), rope, context)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(x, rope, context, norm=self.input_layernorm, residual=x)
+        return self.feed_forward(x, norm=self.post_attention_layernorm, residual=x)
+
+    def feed_forward(
+        self, x: mx.array, *, norm: nn.RMSNorm | None = None, residual: mx.array | None = None
+    ) -> mx.array:
+        """The MLP over norm(x) (x itself without a norm), `residual` added: [1, L, H] both."""
+        inner = gated_matmul(x, norm, self.mlp.gate_proj, self.mlp.up_proj)
+        return rows_matmul(inner, self.mlp.down_proj, residual=residual)
 
 
 class DFlashModel(nn.Module):
@@ -162,23 +180,23 @@ class DFlashDrafter:
     def make_cache(self) -> ContextCache:
         return ContextCache(self.config.windows, shared=kernels_active())
 
-    def observe(self, features: mx.array, cache: ContextCache) -> None:
+    def observe(self, features: mx.array | Features, cache: ContextCache) -> None:
         """Append features [1, S, T·H] of the next S committed positions to every layer's context.
 
         Rows that no later query can see are not computed.
         """
-        rows, width = features.shape[1], features.shape[2]
+        features = Features.of(features)
+        _, rows, width = features.shape
         if width != self.config.feature_size:
             raise ValueError(f"features of width {width} where {self.config.feature_size} fit")
         end = cache.length + rows
         kept = [cache[p.layers[0]].rows_kept(rows) for p in self._projections]
         longest = max(kept)
-        seen = features[:, rows - longest :].astype(self._dtype)
-        fused = rows_matmul(seen, self.model.fc, mx.float32)
+        fused = fuse_taps(features.rows(rows - longest, rows), self.model.fc, self._dtype)
         for projection, count in zip(self._projections, kept, strict=True):
-            own = fused[:, longest - count :]
             keys, values = context_projection(
-                own, self.model.hidden_norm, projection.heads, self.config.rope, end - count
+                *(fused.last(count), self.model.hidden_norm, projection.heads),
+                *(self.config.rope, end - count),
             )
             cache.append(projection.layers, keys, values, rows)
 

@@ -16,6 +16,7 @@ from dflash_mlx.cache.context import ContextCache, LayerContext, SharedContext
 from dflash_mlx.draft.base import DraftSampling, Proposal, ReducedHead
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel, DraftLayer
+from dflash_mlx.kernels import block_convolution, rows_matmul
 from dflash_mlx.layers.rope import Rope
 
 # Modules that stay as they are when a drafter is quantized: a few percent of its weights, whose
@@ -41,22 +42,10 @@ class GroupedDynamicConv(nn.Module):
     def coefficients(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """[1, L, H] -> those of the input and of the output side, each [L, taps, H]."""
         rows, hidden = x.shape[1], x.shape[2]
-        dynamic = self.kernel_projection(x).reshape(rows, 2, self.taps, self.groups, 1)
+        dynamic = rows_matmul(x, self.kernel_projection).reshape(rows, 2, self.taps, self.groups, 1)
         base = self.base_kernel.reshape(2, self.taps, self.groups, -1)
         both = (base + dynamic).reshape(rows, 2, self.taps, hidden)
         return both[:, 0], both[:, 1]
-
-
-def convolve(x: mx.array, coefficients: mx.array) -> mx.array:
-    """y[t] = sum over taps k of coefficients[t, k] · x[t - k].
-
-    x [1, L, H], coefficients [L, taps, H] -> [1, L, H].
-    Rows before the anchor count as zero: nothing crosses into the context or another cycle.
-    """
-    rows, taps = x.shape[1], coefficients.shape[1]
-    padded = mx.pad(x[0], [(taps - 1, 0), (0, 0)])
-    lags = [padded[taps - 1 - k : taps - 1 - k + rows] for k in range(taps)]
-    return (coefficients * mx.stack(lags, axis=1)).sum(axis=1)[None]
 
 
 class DFlash2Layer(DraftLayer):
@@ -68,10 +57,11 @@ class DFlash2Layer(DraftLayer):
     def __call__(self, x: mx.array, rope: Rope, context: LayerContext | SharedContext) -> mx.array:
         normed = self.input_layernorm(x)
         before, behind = self.attention_conv.coefficients(normed)
-        x = x + convolve(self.self_attn(convolve(normed, before), rope, context), behind)
+        attended = self.self_attn(block_convolution(normed, before), rope, context)
+        x = block_convolution(attended, behind, x)
         normed = self.post_attention_layernorm(x)
         before, behind = self.mlp_conv.coefficients(normed)
-        return x + convolve(self.mlp(convolve(normed, before)), behind)
+        return block_convolution(self.feed_forward(block_convolution(normed, before)), behind, x)
 
 
 class Walk(NamedTuple):

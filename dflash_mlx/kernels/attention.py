@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.kernels import backend
-from dflash_mlx.kernels.source import constant, kernel
+from dflash_mlx.kernels.source import Launch, constant, kernel
 
 OPERATION = "block_attention"
-# More rows, as in prefill, fill MLX's own kernels.
+# More rows, as in prefill, fill MLX's own kernels. Like the numbers below chosen, not measured.
 MAX_ROWS = 32
 MAX_HEAD = 256  # query and sums of eight rows stay in registers
 SPLIT_KEYS = 256  # keys a threadgroup walks; a multiple of every tile
@@ -99,13 +99,14 @@ def block_attention(
     context, block = around.apart(rows)
     shape = (dim, queries.shape[1], around.kv_heads, context is None)
     before = 0 if context is None else context.keys.shape[2]
-    plan = _plan(queries.shape, around.kv_heads, position - before, before, exact)
+    plan = plan_of(queries.shape, around.kv_heads, position - before, before, exact)
     variant = (*shape, sight, str(queries.dtype), sinks is None, plan.splits > 1, plan.simds)
     return backend.run(
         OPERATION,
         variant,
         lambda: [_launch(queries, context, block, scale, sight, plan, sinks)],
         twin,
+        launches=plan.launches(tile_bytes(dim, queries.dtype)),
         exact=exact,
     )[0]
 
@@ -151,16 +152,25 @@ class Plan(NamedTuple):
     splits: int
     simds: int  # simdgroups a threadgroup
     blocks: int  # threadgroups for the query rows of one K/V head
+    kv_heads: int
+    rows: int  # of queries, all heads together
+
+    def launches(self, memory: int) -> list[Launch]:
+        """Of the attention, with `memory` bytes a threadgroup, and of the combination of splits."""
+        groups = (self.splits, self.kv_heads, self.blocks)
+        first = Launch(groups, (self.simds * 32, 1, 1), memory)
+        return [first, Launch((1, self.rows, 1), (32, 1, 1), 0)][: min(self.splits, 2)]
 
 
-def _plan(shape: Sequence[int], kv_heads: int, origin: int, before: int, exact: bool) -> Plan:
+def plan_of(shape: Sequence[int], kv_heads: int, origin: int, before: int, exact: bool) -> Plan:
     """For queries of `shape` behind `before` rows; `exact` cuts alike whatever the length."""
     _, heads, rows, _ = shape
     total, group_rows = before + rows, heads // kv_heads * rows
     split = SPLIT_KEYS if exact else split_keys(total)
     splits = -(-(origin + total) // split) - origin // split
     simds = min(8, max(4, -(-group_rows // 8)))
-    return Plan(origin, split, splits, simds, -(-group_rows // (8 * simds)))
+    blocks = -(-group_rows // (8 * simds))
+    return Plan(origin, split, splits, simds, blocks, kv_heads, heads * rows)
 
 
 def _launch(
@@ -178,6 +188,7 @@ def _launch(
     shared: list[tuple[str, Any]] = [("D", dim), ("GROUP", group), ("KV_HEADS", kv_heads)]
     shared.append(("SINKS", sinks is not None))
     partial = plan.splits > 1
+    launch, *combine = plan.launches(tile_bytes(dim, dtype))
     sinks = queries if sinks is None else sinks
     (out,) = kernel(OPERATION, _NAMES, ("out",))(
         inputs=[
@@ -186,23 +197,23 @@ def _launch(
         ],
         template=[
             *(("T", dtype), ("O", mx.float32 if partial else dtype), *shared),
-            *(("TILE", _tile(dim, dtype)), ("CAUSAL", sight.causal)),
+            *(("TILE", tile_keys(dim, dtype)), ("CAUSAL", sight.causal)),
             *(("WINDOW", sight.window or 0), ("CONTEXT", context is not None)),
             ("PARTIAL", partial),
         ],
-        grid=(plan.splits * plan.simds * 32, kv_heads, plan.blocks),
-        threadgroup=(plan.simds * 32, 1, 1),
+        grid=launch.grid,
+        threadgroup=launch.threads,
         output_shapes=[
             (plan.splits, kv_heads, group * rows, dim + 2) if partial else (rows, heads, dim)
         ],
         output_dtypes=[mx.float32 if partial else dtype],
     )
-    if partial:
+    for launch in combine:
         (out,) = kernel("attention_combine", ("partial", "sinks"), ("out",))(
             inputs=[out, sinks],
             template=[("T", dtype), *shared],
-            grid=(32, heads * rows, 1),
-            threadgroup=(32, 1, 1),
+            grid=launch.grid,
+            threadgroup=launch.threads,
             output_shapes=[(rows, heads, dim)],
             output_dtypes=[dtype],
         )
@@ -214,6 +225,10 @@ def split_keys(total: int) -> int:
     return SPLIT_KEYS * max(1, -(-total // (SPLIT_KEYS * MAX_SPLITS)))
 
 
-def _tile(dim: int, dtype: mx.Dtype) -> int:
+def tile_keys(dim: int, dtype: mx.Dtype) -> int:
     """Keys a tile: a power of two that fits threadgroup memory, so that it divides the splits."""
     return 32 if 32 * dim * dtype.size <= TILE_BYTES else 16
+
+
+def tile_bytes(dim: int, dtype: mx.Dtype) -> int:
+    return tile_keys(dim, dtype) * dim * dtype.size

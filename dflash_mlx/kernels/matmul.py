@@ -1,20 +1,25 @@
-"""Products of a few rows with a linear layer's weights, each weight read once for all rows."""
+"""Products of a few rows with linear layers' weights, each weight read once for all rows."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.kernels import backend
-from dflash_mlx.kernels.source import kernel
+from dflash_mlx.kernels.source import Launch, constant, kernel
 
 OPERATION = "rows_matmul"
-# More rows go through MLX's matmul, which uses the matrix units better from there on.
+# More rows go through MLX's matmul. Chosen, not measured: two tiles of eight rows, and no released
+# drafter has longer blocks.
 MAX_ROWS = 16
-SIMDGROUPS, TILES = 8, 2  # of a threadgroup; 8-wide tiles of outputs
-_INPUTS = ("x", "weights", "scales", "biases", "bias")
+# Simdgroups of a threadgroup, and its 8-wide tiles of outputs. Chosen, not measured.
+SIMDGROUPS, TILES = 8, 2
+PLAIN, WEIGHTED, SQUARED = 0, 1, 2  # Norm in metal/common.h
+_INPUTS = ("x", "weights", "scales", "biases", "bias", "up", "up_scales", "up_biases")
+_NAMES = (*_INPUTS, "norm", "residual", "norm_eps")
 
 
 class Weights(NamedTuple):
@@ -44,6 +49,11 @@ class Weights(NamedTuple):
         bias = self.scales if self.bias is None else self.bias
         return [self.weights, self.scales, self.biases, bias]
 
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What tells this layer apart from others: types and sizes."""
+        return (*map(str, self.template), self.outputs, self.columns)
+
 
 def weights_of(linear: nn.Module) -> Weights | None:
     """The weights of a layer or a tied table, if they are affine 4 or 8 bits, or plain numbers.
@@ -66,27 +76,58 @@ def weights_of(linear: nn.Module) -> Weights | None:
 
 
 def rows_matmul(
-    x: mx.array, linear: nn.Module, dtype: mx.Dtype | None = None, *, exact: bool = False
+    x: mx.array, linear: nn.Module, *, residual: mx.array | None = None, exact: bool = False
 ) -> mx.array:
-    """linear(x) for [1, S, K] -> [1, S, N].
+    """linear(x) for [1, S, K] -> [1, S, N], and `residual` [1, S, N] added to it.
 
-    The kernel, for up to MAX_ROWS rows, sums in float32 and gives `dtype` (by default x's), with
-    the same bits for a row whatever rows are beside it; the twin gives the layer's own type.
-    exact: see backend.run.
+    The kernel, for up to MAX_ROWS rows, sums in float32 and has the same bits for a row whatever
+    rows are beside it. exact: see backend.run.
     """
-    rows = x.shape[1]
-    wanted = exact or backend.is_active(OPERATION)
-    found = weights_of(linear) if rows <= MAX_ROWS and wanted else None
+
+    def twin() -> list[mx.array]:
+        out = _operation(x, linear)
+        return [out if residual is None else residual + out]
+
+    wanted = x.shape[1] <= MAX_ROWS and (exact or backend.is_active(OPERATION))
+    found = weights_of(linear) if wanted else None
     if found is None:
-        return _operation(x, linear)
-    out_type = dtype or x.dtype
-    variant = (*map(str, found.template), str(x.dtype), str(out_type), rows > 8)
+        return twin()[0]
+    variant = (*found.variant, str(x.dtype), x.shape[1] > 8, residual is None)
     return backend.run(
         OPERATION,
         variant,
-        lambda: [_launch(x, found, out_type)],
-        lambda: [_operation(x, linear)],
+        lambda: [_launch(x, found, residual=residual)],
+        twin,
+        launches=[launch_of(x.shape[1], found.outputs)],
         exact=exact,
+    )[0]
+
+
+@partial(mx.compile, shapeless=True)
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) · up, elementwise, as one fused kernel."""
+    return gate * mx.sigmoid(gate) * up
+
+
+def gated_matmul(x: mx.array, norm: nn.RMSNorm | None, gate: nn.Module, up: nn.Module) -> mx.array:
+    """swiglu(gate(n), up(n)) of n = norm(x), of x itself without a norm: [1, S, K] -> [1, S, N]."""
+
+    def twin() -> list[mx.array]:
+        normed = x if norm is None else norm(x)
+        return [swiglu(gate(normed), up(normed))]
+
+    first = second = None
+    if x.shape[1] <= MAX_ROWS and backend.is_active(OPERATION):
+        first, second = weights_of(gate), weights_of(up)
+    if first is None or second is None or first.variant != second.variant or first.bias is not None:
+        return twin()[0]
+    variant = ("gated", *first.variant, str(x.dtype), x.shape[1] > 8, norm is None)
+    return backend.run(
+        OPERATION,
+        variant,
+        lambda: [_launch(x, first, second, norm)],
+        twin,
+        launches=[launch_of(x.shape[1], first.outputs, gated=True)],
     )[0]
 
 
@@ -101,19 +142,43 @@ def _operation(x: mx.array, linear: nn.Module) -> mx.array:
     return linear(x)
 
 
-def _launch(x: mx.array, weights: Weights, dtype: mx.Dtype) -> mx.array:
+def launch_of(rows: int, outputs: int, *, gated: bool = False) -> Launch:
+    """The launch for `rows` rows; a gated one makes eight outputs a threadgroup."""
+    high, wide = row_tiles(rows) * 8, TILES * 8
+    memory = SIMDGROUPS * high * (wide + 1) * 4
+    return Launch((-(-outputs // (8 if gated else wide)), 1, 1), (SIMDGROUPS * 32, 1, 1), memory)
+
+
+def row_tiles(rows: int) -> int:
+    """Eight-high tiles of rows."""
+    return -(-rows // 8)
+
+
+def _launch(
+    x: mx.array,
+    weights: Weights,
+    up: Weights | None = None,
+    norm: nn.RMSNorm | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
     rows, outputs = x.shape[1], weights.outputs
-    groups = -(-outputs // (8 * TILES))
-    (out,) = kernel(OPERATION, _INPUTS, ("y",))(
-        inputs=[mx.contiguous(x[0]), *weights.arrays],
-        template=[
-            *(("X", x.dtype), ("Y", dtype), *weights.template),
-            *(("ROW_TILES", -(-rows // 8)), ("TILES", TILES)),
-            ("SIMDS", SIMDGROUPS),
+    launch = launch_of(rows, outputs, gated=up is not None)
+    norms = weights.scales if norm is None else norm.weight
+    (out,) = kernel(OPERATION, _NAMES, ("y",))(
+        inputs=[
+            *(mx.contiguous(x[0]), *weights.arrays, *(up or weights).arrays[:3], norms),
+            x if residual is None else mx.contiguous(residual),
+            constant(0.0 if norm is None else float(norm.eps)),
         ],
-        grid=(groups * SIMDGROUPS * 32, 1, 1),
-        threadgroup=(SIMDGROUPS * 32, 1, 1),
+        template=[
+            *(("X", x.dtype), ("Y", x.dtype), *weights.template, ("C", norms.dtype)),
+            *(("NORM", PLAIN if norm is None else SQUARED), ("GATED", up is not None)),
+            *(("RESIDUAL", residual is not None), ("ROW_TILES", row_tiles(rows))),
+            *(("TILES", TILES), ("SIMDS", SIMDGROUPS)),
+        ],
+        grid=launch.grid,
+        threadgroup=launch.threads,
         output_shapes=[(rows, outputs)],
-        output_dtypes=[dtype],
+        output_dtypes=[x.dtype],
     )
     return out[None]

@@ -1,21 +1,35 @@
-"""From the drafter's fused target features to keys and values of all its layers, in one launch."""
+"""From rows to attention heads with norm and rope, in one launch.
+
+For a drafter's context: keys and values of all its layers. For its block: one layer's queries too.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.kernels import backend
-from dflash_mlx.kernels.matmul import MAX_ROWS, Weights, weights_of
-from dflash_mlx.kernels.source import constant, kernel
+from dflash_mlx.kernels.fusion import Fused
+from dflash_mlx.kernels.matmul import (
+    MAX_ROWS,
+    PLAIN,
+    SQUARED,
+    WEIGHTED,
+    Weights,
+    row_tiles,
+    weights_of,
+)
+from dflash_mlx.kernels.source import Launch, constant, kernel
 
-OPERATION = "context_projection"
-_NAMES = ("x", "weights", "scales", "biases", "bias", "norm", "head_norms", "periods")
-_SCALARS = ("norm_eps", "head_eps", "log_theta", "magnitude", "position")
+OPERATION = "head_projection"
+MAX_HEAD = 256  # of a head the sixteen rows fill half of the threadgroup memory then
+_WEIGHTS = tuple(f"{p}_{a}" for p in "qkv" for a in ("weights", "scales", "biases", "bias"))
+_NAMES = ("x", *_WEIGHTS, "norm", "squares", "query_norm", "key_norms", "periods")
+_SCALARS = ("norm_eps", "head_eps", "log_theta", "magnitude", "position", "value_row")
 
 
 class Rotation(Protocol):
@@ -47,78 +61,180 @@ class HeadProjection:
         return self.head_norms.shape[0] * self.kv_heads
 
 
+class HeadLayer(Protocol):
+    """The attention layer of a block."""
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    q_norm: nn.RMSNorm
+    k_norm: nn.RMSNorm
+    heads: int
+    kv_heads: int
+
+
+class _Call(NamedTuple):
+    """One launch: the heads it makes, and of which weights and norms.
+
+    The value heads are the rows of `parts[2]` from `value_row` on. heads counts key heads.
+    """
+
+    parts: tuple[Weights, Weights, Weights]
+    value_row: int
+    query_norm: mx.array
+    key_norms: mx.array  # [layers, D]
+    head_eps: float
+    queries: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def dim(self) -> int:
+        return self.key_norms.shape[1]
+
+    def launch(self, rows: int) -> Launch:
+        return launch_of(rows, self.queries + 2 * self.heads, self.dim)
+
+    def variant(self, x: mx.array, norm: object, rope: Rotation) -> tuple[Any, ...]:
+        sizes = (self.queries, self.heads, self.kv_heads, self.dim, rope.dims, rope.theta is None)
+        return (*self.parts[1].variant, *sizes, str(x.dtype), x.shape[1] > 8, norm)
+
+
 def context_projection(
-    fused: mx.array, norm: nn.RMSNorm, heads: HeadProjection, rope: Rotation, position: int
+    fused: Fused, norm: nn.RMSNorm, heads: HeadProjection, rope: Rotation, position: int
 ) -> tuple[mx.array, mx.array]:
-    """fc's output [1, S, H] at positions position .. -> keys, values, each [layers, Hkv, S, D].
+    """fc's output for positions position .. -> keys, values, each [layers, Hkv, S, D].
 
     `norm` is that of the fused features.
     """
-    rows = fused.shape[1]
+    x, found = fused.rows, None
+    if backend.is_active(OPERATION) and _fits(x, heads.head_norms.shape[1], rope):
+        found = weights_of(heads.joined)
 
     def twin() -> list[mx.array]:
-        return _operations(fused, norm, heads, rope, position)
+        return _context_operations(x, norm, heads, rope, position)
 
-    found = None
-    if rows <= MAX_ROWS and backend.is_active(OPERATION):
-        found = _readable(heads, rope)
     if found is None:
         keys, values = twin()
-    else:
-        variant = (*map(str, found.template), str(fused.dtype), rows > 8, heads.heads, rope.dims)
-        keys, values = backend.run(
-            OPERATION, variant, lambda: _launch(fused, found, norm, heads, rope, position), twin
-        )
+        return keys, values
+    layers, dim = heads.head_norms.shape
+    norms = heads.head_norms
+    call = _Call(
+        *((found, found, found), heads.heads * dim, norms, norms, heads.head_eps),
+        *(0, heads.heads, heads.kv_heads),
+    )
+
+    def launched() -> list[mx.array]:
+        out = _launch(call, x, norm, fused.squares, rope, position)
+        shape = (layers, heads.kv_heads, x.shape[1], dim)
+        return [part.reshape(shape) for part in (out[: heads.heads], out[heads.heads :])]
+
+    variant = call.variant(x, fused.squares is None, rope)
+    keys, values = backend.run(
+        OPERATION, variant, launched, twin, launches=[call.launch(x.shape[1])]
+    )
     return keys, values
 
 
-def _readable(heads: HeadProjection, rope: Rotation) -> Weights | None:
-    """The projection's weights, if the kernel can read them and a head fits a threadgroup."""
-    dim = heads.head_norms.shape[1]
-    tiles = _tiles(dim)
-    fits = dim % (8 * tiles) == 0 and dim <= 256 and rope.dims <= dim
-    return weights_of(heads.joined) if fits else None
+def block_projection(
+    x: mx.array, norm: nn.RMSNorm | None, layer: HeadLayer, rope: Rotation, position: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """norm(x) [1, S, H] of a block at `position` -> queries, keys, values, each [1, heads, S, D].
+
+    Without a norm x is what it is.
+    """
+    found = None
+    if backend.is_active(OPERATION) and _fits(x, layer.k_norm.weight.shape[0], rope):
+        found = _alike(layer)
+
+    def twin() -> list[mx.array]:
+        return _block_operations(x if norm is None else norm(x), layer, rope, position)
+
+    if found is None:
+        queries, keys, values = twin()
+        return queries, keys, values
+    call = _Call(
+        *(found, 0, layer.q_norm.weight, layer.k_norm.weight[None], layer.k_norm.eps),
+        *(layer.heads, layer.kv_heads, layer.kv_heads),
+    )
+
+    def launched() -> list[mx.array]:
+        out = _launch(call, x, norm, None, rope, position)[None]
+        first, last = layer.heads, layer.heads + layer.kv_heads
+        return [out[:, :first], out[:, first:last], out[:, last:]]
+
+    queries, keys, values = backend.run(
+        OPERATION,
+        call.variant(x, norm is None, rope),
+        launched,
+        twin,
+        launches=[call.launch(x.shape[1])],
+    )
+    return queries, keys, values
 
 
-def _tiles(dim: int) -> int:
+def _fits(x: mx.array, dim: int, rope: Rotation) -> bool:
+    """Whether the kernel takes so many rows, and heads of this size."""
+    head = dim % (8 * tiles_of(dim)) == 0 and dim <= MAX_HEAD and rope.dims <= dim
+    return x.shape[1] <= MAX_ROWS and head
+
+
+def _alike(layer: HeadLayer) -> tuple[Weights, Weights, Weights] | None:
+    """The layer's weights, if the kernel can read them: all of the same types."""
+    q, k, v = map(weights_of, (layer.q_proj, layer.k_proj, layer.v_proj))
+    if q is None or k is None or v is None or not q.template == k.template == v.template:
+        return None
+    return (q, k, v) if layer.q_norm.eps == layer.k_norm.eps else None
+
+
+def tiles_of(dim: int) -> int:
     """Eight-wide tiles of a simdgroup; a head of 256 has sixteen simdgroups then, not 32."""
     return 2 if dim >= 128 else 1
 
 
+def launch_of(rows: int, heads: int, dim: int) -> Launch:
+    """The launch that makes `heads` heads of queries, keys and values together."""
+    memory = row_tiles(rows) * 8 * (dim + 1) * 4
+    return Launch((heads, 1, 1), (dim // (8 * tiles_of(dim)) * 32, 1, 1), memory)
+
+
 def _launch(
-    fused: mx.array,
-    weights: Weights,
-    norm: nn.RMSNorm,
-    heads: HeadProjection,
+    call: _Call,
+    x: mx.array,
+    norm: nn.RMSNorm | None,
+    squares: mx.array | None,
     rope: Rotation,
     position: int,
-) -> list[mx.array]:
-    rows, (layers, dim) = fused.shape[1], heads.head_norms.shape
-    tiles, dtype = _tiles(dim), heads.head_norms.dtype
-    threads = dim // (8 * tiles) * 32
-    scalars = (norm.eps, heads.head_eps, math.log2(rope.theta or 1.0), rope.magnitude)
-    template: list[tuple[str, Any]] = [("X", fused.dtype), ("T", dtype), *weights.template]
-    template.append(("C", norm.weight.dtype))
-    keys, values = kernel(OPERATION, (*_NAMES, *_SCALARS), ("keys", "values"))(
+) -> mx.array:
+    """[queries + keys + values, S, D]."""
+    rows, dtype, launch = x.shape[1], call.key_norms.dtype, call.launch(x.shape[1])
+    kind = PLAIN if norm is None else SQUARED if squares is None else WEIGHTED
+    norms, eps = (call.query_norm, 0.0) if norm is None else (norm.weight, norm.eps)
+    scalars = (eps, call.head_eps, math.log2(rope.theta or 1.0), rope.magnitude)
+    (out,) = kernel(OPERATION, (*_NAMES, *_SCALARS), ("out",))(
         inputs=[
-            *(mx.contiguous(fused[0]), *weights.arrays, norm.weight, heads.head_norms),
-            *(rope.periods, *map(constant, map(float, scalars)), mx.array(position)),
+            mx.contiguous(x[0]),
+            *(array for part in call.parts for array in part.arrays),
+            *(norms, norms[None] if squares is None else mx.contiguous(squares)),
+            *(call.query_norm, call.key_norms, rope.periods, *map(constant, map(float, scalars))),
+            *(mx.array(position), constant(call.value_row)),
         ],
         template=[
-            *template,
-            *(("D", dim), ("HEADS", heads.heads), ("KV_HEADS", heads.kv_heads)),
-            *(("HALF", rope.dims // 2), ("THETA", rope.theta is not None)),
-            *(("ROW_TILES", -(-rows // 8)), ("TILES", tiles)),
+            *(("X", x.dtype), ("T", dtype), *call.parts[0].template, ("C", norms.dtype)),
+            *(("NORM", kind), ("D", call.dim), ("QUERIES", call.queries), ("HEADS", call.heads)),
+            *(("KV_HEADS", call.kv_heads), ("HALF", rope.dims // 2)),
+            *(("THETA", rope.theta is not None), ("ROW_TILES", row_tiles(rows))),
+            ("TILES", tiles_of(call.dim)),
         ],
-        grid=(2 * heads.heads * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(layers, heads.kv_heads, rows, dim)] * 2,
-        output_dtypes=[dtype] * 2,
+        grid=launch.grid,
+        threadgroup=launch.threads,
+        output_shapes=[(launch.groups[0], rows, call.dim)],
+        output_dtypes=[dtype],
     )
-    return [keys, values]
+    return out
 
 
-def _operations(
+def _context_operations(
     fused: mx.array, norm: nn.RMSNorm, heads: HeadProjection, rope: Rotation, position: int
 ) -> list[mx.array]:
     rows, total, dim = fused.shape[1], heads.heads, heads.head_norms.shape[1]
@@ -129,3 +245,17 @@ def _operations(
     keys = rope(keys.transpose(0, 2, 1, 3), position)
     values = both[:, :, total:].transpose(0, 2, 1, 3)
     return [part.reshape(-1, heads.kv_heads, rows, dim) for part in (keys, values)]
+
+
+def _block_operations(
+    x: mx.array, layer: HeadLayer, rope: Rotation, position: int
+) -> list[mx.array]:
+    rows = x.shape[1]
+    queries = layer.q_norm(layer.q_proj(x).reshape(1, rows, layer.heads, -1))
+    keys = layer.k_norm(layer.k_proj(x).reshape(1, rows, layer.kv_heads, -1))
+    values = layer.v_proj(x).reshape(1, rows, layer.kv_heads, -1)
+    return [
+        rope(queries.transpose(0, 2, 1, 3), position),
+        rope(keys.transpose(0, 2, 1, 3), position),
+        values.transpose(0, 2, 1, 3),
+    ]

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.features import Features
 from dflash_mlx.kernels import backend
 from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention
+from dflash_mlx.kernels.convolution import block_convolution
+from dflash_mlx.kernels.fusion import fuse_taps
 from dflash_mlx.kernels.gated_delta import DeltaRows, advance, replay
-from dflash_mlx.kernels.matmul import rows_matmul
-from dflash_mlx.kernels.projection import HeadProjection, context_projection
+from dflash_mlx.kernels.matmul import gated_matmul, rows_matmul
+from dflash_mlx.kernels.projection import HeadProjection, block_projection, context_projection
 
 _HIDDEN, _HEADS, _DIM, _ROWS = 256, 2, 64, 5
 
@@ -31,21 +34,49 @@ class _Turning:
         )
 
 
+class _Layer(nn.Module):
+    """A draft layer's projections for attention."""
+
+    heads, kv_heads = 2 * _HEADS, _HEADS
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        super().__init__()
+        self.q_proj = _linear(2 * _HEADS * _DIM, dtype, 3)
+        self.k_proj = _linear(_HEADS * _DIM, dtype, 4)
+        self.v_proj = _linear(_HEADS * _DIM, dtype, 5)
+        self.q_norm, self.k_norm = _norm(_DIM, dtype), _norm(_DIM, dtype)
+
+
+def _linear(outputs: int, dtype: mx.Dtype, seed: int, columns: int = _HIDDEN) -> nn.Linear:
+    made = nn.Linear(columns, outputs, bias=False)
+    shape = made.weight.shape
+    made.weight = mx.random.normal(shape, dtype, key=mx.random.key(seed)) * columns**-0.5
+    return made
+
+
+def _norm(size: int, dtype: mx.Dtype) -> nn.RMSNorm:
+    norm = nn.RMSNorm(size)
+    norm.weight = norm.weight.astype(dtype)
+    return norm
+
+
 def try_all(dtype: mx.Dtype = mx.float32) -> list[str]:
     """Run every kernel that is active once; why those that failed are not used, a sentence each."""
     if not backend.kernels_active():
         return []
     keys = mx.random.split(mx.random.key(0), 5)
     draw = mx.random.normal
-    x = draw((1, _ROWS, _HIDDEN), dtype, key=keys[0])
-    projection = nn.Linear(_HIDDEN, 2 * _HEADS * _DIM, bias=False)
-    projection.weight = draw(projection.weight.shape, dtype, key=keys[1]) * _HIDDEN**-0.5
-    rows_matmul(x, nn.QuantizedLinear.from_linear(projection, 64, 4))
-    norm = nn.RMSNorm(_HIDDEN)
-    norm.weight = norm.weight.astype(dtype)
-    heads = HeadProjection(projection, mx.ones((1, _DIM), dtype), 1e-6, _HEADS)
+    taps = [draw((1, _ROWS, _HIDDEN), dtype, key=key) for key in keys[:2]]
+    x, norm = taps[0], _norm(_HIDDEN, dtype)
     turning = _Turning(10000.0 ** (mx.arange(0, _DIM, 2) / _DIM))
-    context_projection(rows_matmul(x, projection), norm, heads, turning, 11)
+    fused = fuse_taps(Features(taps), _linear(_HIDDEN, dtype, 1, 2 * _HIDDEN), dtype)
+    joined = _linear(2 * _HEADS * _DIM, dtype, 2)
+    heads = HeadProjection(joined, mx.ones((1, _DIM), dtype), 1e-6, _HEADS)
+    context_projection(fused, norm, heads, turning, 11)
+    block_projection(x, norm, _Layer(dtype), turning, 11)
+    rows_matmul(x, nn.QuantizedLinear.from_linear(joined, 64, 4))
+    gated_matmul(x, norm, _linear(_HIDDEN, dtype, 6), _linear(_HIDDEN, dtype, 7))
+    block_convolution(x, draw((_ROWS, 2, _HIDDEN), dtype, key=keys[1]), x)
     queries = draw((1, 2 * _HEADS, _ROWS, _DIM), dtype, key=keys[2])
     held = Rows(*(draw((1, _HEADS, 300 + _ROWS, _DIM), dtype, key=key) for key in keys[3:]))
     block_attention(

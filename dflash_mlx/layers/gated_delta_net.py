@@ -50,11 +50,12 @@ class Projections(NamedTuple):
 
 
 class GatedDeltaNet(nn.Module):
-    """All but the input projections, which families pack differently."""
+    """All but the input projections, which families pack differently. exact: see models.exact."""
 
     def __init__(self, hidden_size: int, sizes: DeltaSizes, *, norm_eps: float) -> None:
         super().__init__()
         self.sizes = sizes
+        self.exact = False
         channels = 2 * sizes.keys + sizes.values
         self.conv1d = nn.Conv1d(
             channels, channels, sizes.conv_taps, groups=channels, bias=False
@@ -69,7 +70,7 @@ class GatedDeltaNet(nn.Module):
         raise NotImplementedError
 
     def make_cache(self) -> RecurrentCache:
-        return RecurrentCache(self.sizes.conv_taps)
+        return RecurrentCache(self.sizes.conv_taps, exact=self.exact)
 
     def __call__(
         self, x: mx.array, segments: Sequence[Segment], caches: Sequence[RecurrentCache]

@@ -8,11 +8,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-
-@partial(mx.compile, shapeless=True)
-def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) · up, elementwise, as one fused kernel."""
-    return gate * mx.sigmoid(gate) * up
+from dflash_mlx.kernels import swiglu
 
 
 @partial(mx.compile, shapeless=True)

@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.layers.mlp import MLP, swiglu
+from dflash_mlx.kernels import swiglu
+from dflash_mlx.layers.mlp import MLP
 
 # From this many (row, expert) pairs on, pairs are sorted by expert: each weight is then read once.
 SORTED_PAIRS = 64

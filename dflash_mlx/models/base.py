@@ -8,6 +8,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from dflash_mlx.cache import CacheStack
+from dflash_mlx.features import Features
 from dflash_mlx.segment import Segment
 
 
@@ -30,12 +31,12 @@ class Target(Protocol):
 
     def forward(
         self, segments: Sequence[Segment], taps: Sequence[int] = ()
-    ) -> tuple[mx.array, mx.array | None]:
+    ) -> tuple[mx.array, Features | None]:
         """Run the segments' tokens; every cache gets its rows as pending rows.
 
         Returns the hidden states after the final norm [1, ΣT, H], and for `taps` the outputs of
         those decoder layers (0-based, residual stream after the MLP, before the final norm)
-        concatenated in the order given: features [1, ΣT, len(taps)·H], None without taps.
+        side by side in the order given: features [1, ΣT, len(taps)·H], None without taps.
         """
         ...
 

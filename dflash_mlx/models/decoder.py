@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.cache import CacheStack, LayerCache
+from dflash_mlx.features import Features
 from dflash_mlx.layers.rows import take_rows
 from dflash_mlx.segment import Segment, flat_ids
 
@@ -70,7 +71,7 @@ class DecoderTarget(nn.Module):
 
     def forward(
         self, segments: Sequence[Segment], taps: Sequence[int] = ()
-    ) -> tuple[mx.array, mx.array | None]:
+    ) -> tuple[mx.array, Features | None]:
         """See `Target.forward`; ValueError for a tap outside 0 .. num_layers - 1."""
         for tap in taps:
             if not 0 <= tap < self.num_layers:
@@ -81,7 +82,7 @@ class DecoderTarget(nn.Module):
             h = layer(h, segments, [s.cache[index] for s in segments])
             if index in taps:
                 tapped[index] = h
-        features = mx.concatenate([tapped[tap] for tap in taps], axis=-1) if taps else None
+        features = Features([tapped[tap] for tap in taps]) if taps else None
         return self.model.norm(h), features
 
     def logits(self, rows: mx.array) -> mx.array:

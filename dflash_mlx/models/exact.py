@@ -85,7 +85,7 @@ def make_exact(target: nn.Module) -> None:
     )
     target.update_modules(leaves)
     for module in target.modules():
-        if isinstance(module, Attention | GemmaAttention):
+        if isinstance(module, Attention | GemmaAttention | GatedDeltaNet):
             module.exact = True
 
 

@@ -1,0 +1,204 @@
+"""A drafter's own kernels on the CPU harness, against float64 and their twins.
+
+kernels.fuse_taps, kernels.block_projection, kernels.block_convolution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from metal_cpu import Mode
+from metal_kernels import ROUNDING, assert_near, exact, kernels_on_cpu, launches, random
+from test_kernel_matmul import dense, linear_layer
+from test_kernel_projection import norm_of, reference, rope_of
+
+from dflash_mlx.features import Features
+from dflash_mlx.kernels import HeadProjection, block_convolution, block_projection, fuse_taps
+
+pytestmark = pytest.mark.metal_cpu
+
+
+def _taps(count: int, rows: int, width: int, dtype: mx.Dtype) -> Features:
+    """Rows in the middle of longer hidden states, as those that a cycle committed are."""
+    parts = [random((1, rows + 3, width), dtype, 20 + i) for i in range(count)]
+    return Features(parts).rows(1, 1 + rows)
+
+
+def _check_taps(
+    features: Features, outputs: int, dtype: mx.Dtype, bits: int = 0, group: int = 32
+) -> None:
+    _, rows, columns = features.shape
+    fc = linear_layer(outputs, columns, dtype, bits, group)
+    twin = fuse_taps(features, fc, dtype)
+    assert twin.squares is None
+    with kernels_on_cpu() as made:
+        fused = fuse_taps(features, fc, dtype)
+    assert launches(made) == {"fuse_taps": 1}
+    x, weights = np.concatenate([exact(part[0]) for part in features.parts], axis=1), dense(fc)
+    want, size = x @ weights.T, np.abs(x) @ np.abs(weights).T
+    assert fused.rows.dtype == mx.float32
+    assert_near(fused.rows[0], want, size)
+    if dtype == mx.float32:
+        assert_near(twin.rows[0], want, size)
+    assert fused.squares is not None
+    assert fused.squares.shape[1] == rows
+    np.testing.assert_allclose(fused.squares.sum(axis=0), (want**2).sum(axis=1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_taps_of_each_type(dtype: mx.Dtype, bits: int) -> None:
+    _check_taps(_taps(3, 5, 64, dtype), 24, dtype, bits)
+
+
+# One to eight taps; a part that ends inside a step of 64 columns; a whole array as one part.
+@pytest.mark.parametrize(
+    ("taps", "rows", "width", "outputs"), [(1, 1, 8, 1), (8, 16, 40, 13), (5, 9, 72, 33)]
+)
+def test_any_number_of_taps(taps: int, rows: int, width: int, outputs: int) -> None:
+    _check_taps(_taps(taps, rows, width, mx.float32), outputs, mx.float32)
+
+
+# Five taps of Qwen3-8B and of gpt-oss-20b, few outputs.
+@pytest.mark.parametrize(("width", "bits"), [(4096, 4), (2880, 0)])
+def test_the_long_sums_of_real_drafters(width: int, bits: int) -> None:
+    _check_taps(_taps(5, 16, width, mx.bfloat16), 16, mx.bfloat16, bits)
+
+
+def test_taps_the_kernel_does_not_take_go_to_the_twin() -> None:
+    for features in (
+        _taps(9, 2, 8, mx.float32),
+        _taps(2, 17, 8, mx.float32),
+        Features([mx.ones((1, 2, 16)), mx.ones((1, 2, 8))]),
+    ):
+        fc = linear_layer(8, features.shape[2], mx.float32)
+        with kernels_on_cpu() as made:
+            fused = fuse_taps(features, fc, mx.float32)
+        assert made == []
+        assert mx.array_equal(fused.rows, fc(features.joined))
+
+
+def test_fused_rows_have_the_same_bits_in_any_company() -> None:
+    features, fc = _taps(3, 16, 72, mx.float32), linear_layer(24, 216, mx.float32)
+    with kernels_on_cpu(Mode.FAST):
+        whole = fuse_taps(features, fc, mx.float32)
+        assert whole.squares is not None
+        for first, last in ((0, 1), (3, 8), (5, 16), (15, 16)):
+            part = fuse_taps(features.rows(first, last), fc, mx.float32)
+            assert mx.array_equal(part.rows, whole.rows[:, first:last])
+            assert mx.array_equal(part.squares, whole.squares[:, first:last])
+
+
+class Layer:
+    """Projections of a block's attention layer, as drafters have them."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, dim: int, hidden: int, dtype: mx.Dtype, **how: Any
+    ) -> None:
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q_proj = linear_layer(heads * dim, hidden, dtype, **how)
+        self.k_proj = linear_layer(kv_heads * dim, hidden, dtype, **how)
+        # Rows of one table, as in a drafter, whose layers' weights are views of a joined matrix.
+        self.v_proj = linear_layer(2 * kv_heads * dim, hidden, dtype, **how)
+        for name in ("weight", "scales", "biases", "bias"):
+            if name in self.v_proj:
+                self.v_proj[name] = self.v_proj[name][kv_heads * dim :]
+        self.q_norm, self.k_norm = nn.RMSNorm(dim, eps=2e-3), nn.RMSNorm(dim, eps=2e-3)
+        self.q_norm.weight = 1 + random((dim,), dtype, 11, 0.3)
+        self.k_norm.weight = 1 + random((dim,), dtype, 12, 0.3)
+
+
+def _as_context(
+    first: nn.Module, second: nn.Module, norm: nn.RMSNorm, heads: int
+) -> HeadProjection:
+    """Two projections as the keys and values of a context, for its reference."""
+    joined = nn.Linear(1, 1, bias="bias" in first)
+    joined.weight = mx.array(np.concatenate([dense(first), dense(second)]).astype(np.float32))
+    if "bias" in first:
+        joined.bias = mx.concatenate([first.bias, second.bias])
+    return HeadProjection(joined, norm.weight[None], norm.eps, heads)
+
+
+def _check_block(layer: Layer, rows: int, kind: str, dtype: mx.Dtype = mx.float32) -> None:
+    dim = layer.k_norm.weight.shape[0]
+    rope = rope_of(dim, kind)
+    queries = _as_context(layer.q_proj, layer.q_proj, layer.q_norm, layer.heads)
+    keys = _as_context(layer.k_proj, layer.v_proj, layer.k_norm, layer.kv_heads)
+    norm = norm_of(queries)
+    x = random((1, rows, norm.weight.shape[0]), dtype, 7)
+    twin = block_projection(x, norm, layer, rope, 40)
+    with kernels_on_cpu() as made:
+        found = block_projection(x, norm, layer, rope, 40)
+    assert launches(made) == {"head_projection": 1}
+    (q, _), (q_size, _) = reference(x, queries, rope, 40)
+    (k, v), sizes = reference(x, keys, rope, 40)
+    for got, same, want, size in zip(found, twin, (q, k, v), (q_size, *sizes), strict=True):
+        assert_near(got, want, size)
+        if dtype == mx.float32:
+            assert_near(same, want, size)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_blocks_of_each_type(dtype: mx.Dtype, bits: int) -> None:
+    layer = Layer(4, 2, 16, 64, dtype, bits=bits, group=32, bias=bits == 8)
+    _check_block(layer, 5, "theta", dtype)
+
+
+# Head sizes of real drafters, odd ones, and each rope.
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "hidden", "rows", "kind"),
+    [
+        (2, 1, 128, 1032, 16, "theta"),
+        (1, 1, 256, 64, 9, "partial"),
+        (2, 2, 96, 40, 1, "scaled"),
+        (3, 1, 8, 24, 7, "theta"),
+    ],
+)
+def test_blocks_of_each_size(
+    heads: int, kv_heads: int, dim: int, hidden: int, rows: int, kind: str
+) -> None:
+    _check_block(Layer(heads, kv_heads, dim, hidden, mx.float32), rows, kind)
+
+
+def test_a_block_without_a_norm_is_projected_as_it_is() -> None:
+    layer, rope = Layer(2, 1, 16, 40, mx.float32), rope_of(16, "theta")
+    x = random((1, 6, 40), mx.float32, 8)
+    twin = block_projection(x, None, layer, rope, 3)
+    with kernels_on_cpu():
+        found = block_projection(x, None, layer, rope, 3)
+    for got, want in zip(found, twin, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_projections_of_two_kinds_go_to_the_twin() -> None:
+    layer, rope = Layer(2, 1, 16, 64, mx.float32), rope_of(16, "theta")
+    layer.k_proj = nn.QuantizedLinear.from_linear(layer.k_proj, 32, 4)
+    with kernels_on_cpu() as made:
+        block_projection(random((1, 6, 64), mx.float32, 8), None, layer, rope, 3)
+    assert made == []
+
+
+# One row, fewer rows than taps, primes, more channels than a threadgroup has threads.
+@pytest.mark.parametrize(("rows", "taps", "hidden"), [(1, 2, 1), (2, 4, 37), (16, 3, 300)])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_convolutions(dtype: mx.Dtype, rows: int, taps: int, hidden: int) -> None:
+    x, residual = (random((1, rows, hidden), dtype, seed) for seed in (1, 2))
+    coefficients = random((rows, 2, taps, hidden), dtype, 3)[:, 1]
+    added = residual if rows != 2 else None
+    twin = block_convolution(x, coefficients, added)
+    with kernels_on_cpu() as made:
+        found = block_convolution(x, coefficients, added)
+    assert launches(made) == {"block_convolution": 1}
+    padded = np.concatenate([np.zeros((taps - 1, hidden)), exact(x[0])])
+    lags = np.stack([padded[taps - 1 - k : taps - 1 - k + rows] for k in range(taps)], axis=1)
+    terms = lags * exact(coefficients)
+    more = exact(added[0]) if added is not None else np.zeros((rows, hidden))
+    want, size = terms.sum(axis=1) + more, np.abs(terms).sum(axis=1) + np.abs(more)
+    assert_near(found[0], want, size)
+    if dtype == mx.float32:
+        assert_near(twin[0], want, size)
