@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 Table = list[list[str]]
+_LABELS = {"memory_gb": "memory GB", "blas": "BLAS", "dtype": "number type"}
 #: spaces between the columns of a table in the terminal
 GAP = 2
 
@@ -67,7 +68,7 @@ def facts(report: dict[str, Any]) -> Table:
     for name, fact in {**report["machine"], **report["settings"]}.items():
         if fact in (None, [], {}):
             continue
-        label = name.replace("_", " ")
+        label = _LABELS.get(name, name.replace("_", " "))
         if name == "sources":
             found += [[f"prompts of {suite}", _source(s)] for suite, s in fact.items()]
         elif isinstance(fact, dict):
