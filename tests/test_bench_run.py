@@ -259,7 +259,7 @@ def test_a_full_disk_does_not_take_the_numbers(monkeypatch, tmp_path: Path, caps
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(UsageError, match="r.md cannot be written .No space left on device"):
+    with pytest.raises(UsageError, match=r"r\.md cannot be written .No space left on device"):
         command._show(whole.found, True, True, tmp_path / "r.md", None)
     out, err = capsys.readouterr()
     assert json.loads(out) == whole.found
