@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+
+PATIENCE = 60.0  # seconds
 
 
 def find_browser() -> str | None:
@@ -114,6 +117,8 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._in], [], [], PATIENCE)
+            assert ready, "the browser does not answer"
             more = os.read(self._in, 1 << 16)
             assert more, "the browser ended"
             self._buffer += more

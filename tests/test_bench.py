@@ -103,11 +103,13 @@ def test_columns_are_cut_to_the_terminal() -> None:
     shown = document(pair(), by_context={"1k": measure.summarise([pair()])})
     whole = report.rows(shown)
     assert whole[0] == ["", "s", "all 1k", "all"]
-    parts = report.tables(shown, width=len(max((r[0] for r in whole), key=len)) + 50)
+    sizes = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    parts = report.tables(shown, width=sum(sizes[:3]) + 2 * report.GAP)
     assert [part[0] for part in parts] == [["", "s", "all 1k"], ["", "all"]]
     assert [row for part in parts for row in part if row[0] == "prompts"] == [
         ["prompts", "1", "1"], ["prompts", "1"],
     ]  # fmt: skip
+    assert len(report.tables(shown, width=sum(sizes[:3]) + 2 * report.GAP - 1)) == 3
     assert [len(t[0]) for t in report.tables(shown, width=1)] == [2, 2, 2]
 
 

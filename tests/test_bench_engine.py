@@ -30,7 +30,7 @@ import bench_engine  # noqa: E402
 from bench_pairs import BOUNDS, Pairs, deciding_clock, judge, steady  # noqa: E402
 
 __all__ = ["checkout"]  # a fixture of the scripts' tests
-N = 14
+N = 9
 PROMPTS = {"clips": "Count the clips.", "rain": "Why does it rain?"}
 CONFIG = tiny_config("llama", vocab_size=VOCAB)
 

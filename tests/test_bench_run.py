@@ -254,6 +254,18 @@ def test_places_are_checked_before_the_model_is_loaded(monkeypatch, tmp_path: Pa
     assert "writing there is not permitted" in capsys.readouterr().err
 
 
+def test_a_full_disk_does_not_take_the_numbers(monkeypatch, tmp_path: Path, capsys, whole) -> None:
+    def full(self, *rest):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UsageError, match=r"r\.md cannot be written .No space left on device"):
+        command._show(whole.found, True, True, tmp_path / "r.md", None)
+    out, err = capsys.readouterr()
+    assert json.loads(out) == whole.found
+    assert "speed-up" in err
+
+
 def test_thinking_is_the_templates_switch(tmp_path: Path) -> None:
     thinker = make_tiny(tmp_path, template=THINKING_TEMPLATE)
     lengths = []
@@ -309,6 +321,19 @@ def test_mlx_lm_runs_the_same_weights(row_invariant_blas, tiny) -> None:
     assert [row[1] for row in table if row[0] == "mlx-lm texts as plain's"] == ["1 of 1"]
     with pytest.raises(UsageError, match="mlx-lm cannot run"):
         MlxLm(tiny, {"model_type": "nothing"})
+
+
+def test_every_list_of_prompts_is_warmed_up_once(tiny, monkeypatch) -> None:
+    warmed, pair = [], object()
+    monkeypatch.setattr(
+        Player, "_warm_up", lambda self, question, settings: warmed.append(question)
+    )
+    monkeypatch.setattr(Player, "_pair", lambda self, question, *rest, **options: pair)
+    player, some, others = Player(tiny), [question("a"), question("b")], [question("c")]
+    for questions, temperature in ((some, 0.0), (some, 1.0), (others, 0.0)):
+        played = list(player.play(questions, Settings(temperature=temperature, repeats=2)))
+        assert played == [pair] * 2 * len(questions)
+    assert warmed == [some[0], others[0]]
 
 
 def test_the_drafters_share_is_of_both_halves(tiny, monkeypatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -102,19 +102,15 @@ def document(
         }
         for g in begun
     }
-    by_context = {
-        contexts.label(c): _over(g for g in begun if g.context == c) for c in plan.contexts
-    }
+    by_context = {contexts.label(c): [g for g in found if g.context == c] for c in plan.contexts}
     by_temperature = {
-        f"{t:g}": _over(g for g in begun if g.settings.temperature == t)
-        for t in plan.temperatures
-        if len(plan.temperatures) > 1
+        f"{t:g}": [g for g in found if g.settings.temperature == t] for t in plan.temperatures
     }
     return {
         **_head(engine, plan, loaded, every),
         "suites": suites,
-        "by_context": by_context,
-        "by_temperature": by_temperature,
+        "by_context": _summaries(by_context, found),
+        "by_temperature": _summaries(by_temperature, found),
         "summary": measure.summarise(every),
         "points": [point for g in begun for point in measure.points(g.label, g.pairs)],
         "notes": list(notes),
@@ -123,8 +119,13 @@ def document(
     }
 
 
-def _over(some: Iterable[Group]) -> dict[str, Any]:
-    return measure.summarise([pair for group in some for pair in group.pairs])
+def _summaries(parts: Mapping[str, list[Group]], found: Sequence[Group]) -> dict[str, Any]:
+    """Of every part that is neither one group alone nor all of them, so told elsewhere."""
+    return {
+        name: measure.summarise([pair for group in part for pair in group.pairs])
+        for name, part in parts.items()
+        if 1 < len(part) < len(found)
+    }
 
 
 def _label(suite: str, context: int | None, temperature: float, plan: Plan) -> str:

@@ -29,11 +29,12 @@ td, th { padding: .2rem .8rem .2rem 0; text-align: right; white-space: nowrap }
 td:first-child, th:first-child { text-align: left; color: var(--soft) }
 tr + tr { border-top: 1px solid var(--line) }
 .wide td:first-child, .wide th:first-child { position: sticky; left: 0; background: var(--ground) }
+@media (max-width: 40rem) { .wide td:first-child { white-space: normal; min-width: 8rem } }
 .facts { width: 100%; table-layout: fixed }
 .facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; vertical-align: top }
 .facts td:first-child { width: 9.5rem }
 .plots { display: grid; gap: 1.5rem; margin-top: 1.5rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)) }
 figure { margin: 0; min-width: 0 } figcaption { font-weight: 600; margin-bottom: .2rem }
 svg { display: block; width: 100%; height: auto }
 svg text { font-size: 12px; fill: var(--soft) }

@@ -67,7 +67,7 @@ def check(engine: Engine, questions: Sequence[Question], settings: Settings) -> 
 
 
 class Player:
-    """The sides that run against each other, warmed up once, at the first prompt."""
+    """The sides that run against each other, warmed up at the first of every list of prompts."""
 
     def __init__(
         self,
@@ -76,12 +76,13 @@ class Player:
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
         self._engine, self._plain, self._rival, self._rest = engine, plain_side(engine), rival, rest
-        self._warm = False
+        self._warm_for: Sequence[Question] | None = None
 
     def play(self, questions: Sequence[Question], settings: Settings) -> Iterator[Pair]:
         """A pair a prompt and repeat; the first one knows the drafter's share of a cycle."""
-        if not self._warm:
+        if self._warm_for is not questions:  # another length, so other shapes to compile
             self._warm_up(questions[0], settings)
+            self._warm_for = questions
         for repeat in range(settings.repeats):
             for number, question in enumerate(questions):
                 yield self._pair(question, settings, repeat, share=not repeat and not number)
@@ -91,7 +92,6 @@ class Player:
             side.generate(question.prompt, max_tokens=WARM_UP_TOKENS, thinking=settings.thinking)
         if self._rival is not None:
             self._rival.run(self._ids(question, settings), WARM_UP_TOKENS, 0.0, 0)
-        self._warm = True
 
     def _ids(self, question: Question, settings: Settings) -> list[int]:
         return self._engine.prompt(question.prompt, settings.thinking, None).ids

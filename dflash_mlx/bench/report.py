@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 Table = list[list[str]]
+_LABELS = {"memory_gb": "memory GB", "blas": "BLAS", "dtype": "number type"}
 #: spaces between the columns of a table in the terminal
 GAP = 2
 
@@ -67,7 +68,7 @@ def facts(report: dict[str, Any]) -> Table:
     for name, fact in {**report["machine"], **report["settings"]}.items():
         if fact in (None, [], {}):
             continue
-        label = name.replace("_", " ")
+        label = _LABELS.get(name, name.replace("_", " "))
         if name == "sources":
             found += [[f"prompts of {suite}", _source(s)] for suite, s in fact.items()]
         elif isinstance(fact, dict):
@@ -138,7 +139,7 @@ def _lines(with_prefill: bool) -> list[tuple[str, Callable[[dict[str, Any]], str
         ("tokens per cycle", lambda n: _number(n["tokens_per_cycle"], 2)),
         ("cycle in plain steps", lambda n: _number(n["cycle_cost"], 2)),
         ("drafter's share of a cycle", lambda n: _number(n["drafter_share"], 2)),
-        ("accepted by position", lambda n: " ".join(f"{s:.2f}" for s in n["accept_by_position"])),
+        ("accepted by position %", _by_position),
         ("identical texts", _identical),
         ("longest repetition", lambda n: str(n["longest_repetition"])),
         ("distinct tokens", lambda n: _number(n["distinct_share"], 2)),
@@ -178,7 +179,12 @@ def _totals(numbers: dict[str, Any]) -> str:
 
 
 def _latency(numbers: dict[str, Any]) -> str:
-    return " / ".join(_number(numbers[f"latency_{p}"], 2) for p in ("p50", "p95", "p99"))
+    found = [numbers[f"latency_{p}"] for p in ("p50", "p95", "p99")]
+    return " / ".join("-" if seconds is None else f"{seconds:.3g}" for seconds in found)
+
+
+def _by_position(numbers: dict[str, Any]) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in numbers["accept_by_position"])
 
 
 def _identical(numbers: dict[str, Any]) -> str:

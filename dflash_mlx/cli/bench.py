@@ -235,9 +235,14 @@ def _show(
         console.show_rows(table, out)
     for sentence in report.remarks(found):
         console.say(sentence)
-    if markdown is not None:
-        markdown.write_text(report.markdown(found, with_prefill=with_prefill), "utf-8")
-    if html is not None:
-        html.write_text(page.page(found, with_prefill=with_prefill), "utf-8")
-    if as_json:
-        print(json.dumps(found))
+    if as_json:  # before the files, which a full disk may refuse
+        print(json.dumps(found), flush=True)
+    for file, make in ((markdown, report.markdown), (html, page.page)):
+        if file is None:
+            continue
+        try:
+            file.write_text(make(found, with_prefill=with_prefill), "utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"{file} cannot be written ({error.strerror}). The numbers are those shown above."
+            ) from None

@@ -130,14 +130,14 @@ def commit_of(path: Path, file: str | None) -> str:
 def progress_bars(shown: bool) -> Iterator[None]:
     from huggingface_hub import utils
 
-    if shown or utils.areprogress_bars_disabled():
+    if shown or utils.are_progress_bars_disabled():
         yield
         return
-    utils.disableprogress_bars()
+    utils.disable_progress_bars()
     try:
         yield
     finally:
-        utils.enableprogress_bars()
+        utils.enable_progress_bars()
 
 
 @contextmanager

@@ -66,8 +66,9 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise UsageError(f"{file} line {number} is no JSON ({error}). Correct it.") from None
+        except json.JSONDecodeError as error:
+            where = f"{error.msg}, character {error.pos + 1}"
+            raise UsageError(f"{file} line {number} is no JSON ({where}). Correct it.") from None
         if not isinstance(row, dict):
             raise UsageError(f"{file} line {number} is no JSON object. Correct it.")
         yield number, row
