@@ -171,10 +171,17 @@ class Groups:
         common = {key: own[key] for key in _GROUP_KEYS if key in own}
         return cls(common, {k: v for k, v in own.items() if k not in _GROUP_KEYS})
 
+    def leaves_out(self, path: str) -> bool:
+        """Whether the module is stated not to be quantized."""
+        return self._exception(path) is False
+
+    def _exception(self, path: str) -> Any:
+        # MLX conversions of multimodal checkpoints hold the language model under the second name.
+        return self.by_path.get(path, self.by_path.get(f"language_model.{path}"))
+
     def of(self, path: str) -> dict[str, Any]:
         """group_size, bits and mode of a quantized module; CheckpointError when not stated."""
-        # MLX conversions of multimodal checkpoints hold the language model under this name.
-        exception = self.by_path.get(path, self.by_path.get(f"language_model.{path}"))
+        exception = self._exception(path)
         groups = dict(self.common)
         if isinstance(exception, Mapping):
             # As MLX reads it: an exception without a mode is affine, whatever the others are.
