@@ -15,7 +15,7 @@ FILE_CAP, FUNCTION_CAP = 400, 80  # lines
 # A module imports only what stands before it here, and its own package.
 LEVELS = (
     "errors paths segment",
-    "machine fast_blas kernels registry hub gguf weights text detokenizer tokenizer",
+    "machine fast_blas kernels quantization registry hub gguf weights text detokenizer tokenizer",
     "cache",
     "layers",
     "models draft",
