@@ -17,13 +17,13 @@ from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.models import build_target, family_of
 from dflash_mlx.models.base import Target
 from dflash_mlx.models.sizes import check_sizes
+from dflash_mlx.quantization import KEYS, check_settings
 from dflash_mlx.weights import is_mlx_format, read_config, read_weights
 
 _log = logging.getLogger(__name__)
 
 #: float types by the names that options and files give them
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-_GROUP_KEYS = {"group_size", "bits", "mode"}
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
@@ -167,14 +167,21 @@ class Groups:
                 f"The quantization in config.json of {folder} has no group_size and bits; "
                 "convert the checkpoint again."
             )
-        _check_groups(f"config.json of {folder}", own)
-        common = {key: own[key] for key in _GROUP_KEYS if key in own}
-        return cls(common, {k: v for k, v in own.items() if k not in _GROUP_KEYS})
+        check_settings(f"config.json of {folder}", own)
+        common = {key: own[key] for key in KEYS if key in own}
+        return cls(common, {k: v for k, v in own.items() if k not in KEYS})
+
+    def leaves_out(self, path: str) -> bool:
+        """Whether the module is stated not to be quantized."""
+        return self._exception(path) is False
+
+    def _exception(self, path: str) -> Any:
+        # MLX conversions of multimodal checkpoints hold the language model under the second name.
+        return self.by_path.get(path, self.by_path.get(f"language_model.{path}"))
 
     def of(self, path: str) -> dict[str, Any]:
         """group_size, bits and mode of a quantized module; CheckpointError when not stated."""
-        # MLX conversions of multimodal checkpoints hold the language model under this name.
-        exception = self.by_path.get(path, self.by_path.get(f"language_model.{path}"))
+        exception = self._exception(path)
         groups = dict(self.common)
         if isinstance(exception, Mapping):
             # As MLX reads it: an exception without a mode is affine, whatever the others are.
@@ -184,30 +191,14 @@ class Groups:
                 f"{path} has quantized weights, but the config states no quantization for it; "
                 "convert the checkpoint again."
             )
-        if unknown := groups.keys() - _GROUP_KEYS:
+        if unknown := groups.keys() - KEYS:
             raise CheckpointError(
                 f"The quantization of {path} has {', '.join(sorted(unknown))}, which is not "
                 "supported; convert the checkpoint with group_size, bits and mode only."
             )
         groups = {"mode": "affine", **groups}
-        _check_groups(path, groups)
+        check_settings(path, groups)
         return groups
-
-
-def _check_groups(place: str, groups: Mapping[str, Any]) -> None:
-    """CheckpointError unless group_size and bits are small whole numbers and mode is a name."""
-    for key in ("group_size", "bits"):
-        value = groups.get(key)
-        if type(value) is not int or not 0 < value < 2**16:
-            raise CheckpointError(
-                f"The quantization of {place} has {key} {value!r:.80}, which is no whole number "
-                "above zero; convert the checkpoint again."
-            )
-    if not isinstance(groups.get("mode", "affine"), str):
-        raise CheckpointError(
-            f"The quantization of {place} has mode {groups['mode']!r:.80}, which is no name; "
-            "convert the checkpoint again."
-        )
 
 
 def _fill(

@@ -15,13 +15,13 @@ FILE_CAP, FUNCTION_CAP = 400, 80  # lines
 # A module imports only what stands before it here, and its own package.
 LEVELS = (
     "errors paths segment features",
-    "machine fast_blas kernels registry hub gguf weights text detokenizer tokenizer",
+    "machine fast_blas kernels quantization registry hub gguf weights text detokenizer tokenizer",
     "cache",
     "layers",
     "models draft",
     "decode loader",
     "prompt generate drafting chat calibration pacing engine convert train plan",
-    "bench server",
+    "bench",
     "cli",
 )
 ORDER = [name for level in LEVELS for name in level.split()]

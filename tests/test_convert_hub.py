@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conversions import bytes_of, write_source, write_tiny_drafter
+from checkpoints import mixed_bits, write_folder, write_quantized
+from conversions import bytes_of, source_config, write_source, write_tiny_drafter
+from tiny import tiny_weights
+from tiny_engine import VOCAB, write_tokenizer
+from tiny_experts import mxfp4_experts
 
 from dflash_mlx import hub
 from dflash_mlx.convert import Order, Recipe, convert
@@ -92,6 +97,34 @@ def test_a_hub_repo_is_converted_with_its_commit(tmp_path: Path, server: FakeHub
     config = json.loads((tmp_path / "q/config.json").read_text())
     assert config["conversion"]["revision"] == "a" * 40
     assert hub.preview("org/m") is None  # it is here now
+
+
+def _gpt_oss(place: Path) -> Path:
+    config = source_config("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    return write_tokenizer(write_folder(place, config, mxfp4_experts(tiny_weights(config))))
+
+
+def _quantized(place: Path) -> Path:
+    return write_tokenizer(
+        write_quantized(place, "qwen3", bits=4, predicate=mixed_bits, vocab_size=VOCAB)
+    )
+
+
+@pytest.mark.parametrize("recipe", [Recipe(bits=8), Recipe(bits=4), Recipe(bits=8, mode="affine")])
+@pytest.mark.parametrize("write", [_gpt_oss, _quantized, write_source])
+def test_the_size_told_before_the_download_is_the_one_found_after_it(
+    tmp_path: Path, server: FakeHub, write: Callable[[Path], Path], recipe: Recipe
+) -> None:
+    """Experts that stay in MXFP4 do not grow with the bits asked for."""
+    source = write(tmp_path / "m")
+    change_config(source, torch_dtype="bfloat16")
+    server.repos["org/m"] = repo_of(source)
+    before, after = (
+        convert(Order(spec, tmp_path / "q", recipe, dry_run=True), show_fetch=False)
+        for spec in ("org/m", str(source))
+    )
+    assert before.download_bytes > 0 == after.download_bytes
+    assert before.result_bytes == pytest.approx(after.result_bytes, rel=0.01)
 
 
 def test_a_drafter_for_a_source_on_disk_is_refused_before_the_download(

@@ -164,3 +164,30 @@ def test_what_does_not_fit_is_named(
     path = rewritten(name, tmp_path / "m.gguf", **how)
     with pytest.raises(CheckpointError, match=message):
         open_gguf(path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_beyond_the_tensors_are_refused_before_a_model_is_built(
+    tmp_path: Path, name: str
+) -> None:
+    """And so is every other wrong value of the metadata: a sentence, or it does not matter."""
+    keys = [k for k in read_gguf(GOLDENS / f"{name}.gguf").metadata if k.startswith(f"{name}.")]
+    sentences = {}
+    for key in keys:
+        for value in (2**31 - 1, 0, True, "x", [1], float("nan")):
+            path = rewritten(name, tmp_path / "m.gguf", change={key: value})
+            try:
+                load_target(path)
+            except CheckpointError as error:
+                sentences[key, value if isinstance(value, int | str) else str(value)] = str(error)
+    assert len(sentences) > 4 * len(keys)
+    assert not any("\n" in sentence for sentence in sentences.values())
+    for key, of_config in (
+        ("block_count", "block_count"),
+        ("embedding_length", "hidden_size"),
+        ("attention.head_count", "num_attention_heads times head_dim"),
+        ("attention.key_length", None),
+    ):
+        found = sentences[f"{name}.{key}", 2**31 - 1]
+        assert of_config is None or f"has {of_config} " in found, found
+        assert of_config is None or "where its tensors have room for" in found, found

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from test_architecture import LEVELS
 
 from dflash_mlx import paths
 
@@ -51,6 +52,11 @@ def test_tree_names_what_exists():
         if path.name != "__pycache__":
             name = path.name + ("/" if path.is_dir() else "")
             assert f"  {name} " in tree, f"{name} is missing in the tree"
+
+
+def test_the_import_order_is_the_one_that_is_enforced():
+    said = README.split("Modules import only from earlier levels: ")[1].split(".\n")[0]
+    assert " ".join(said.split()) == " · ".join(LEVELS)
 
 
 def part(name: str) -> str:

@@ -5,7 +5,7 @@ Reads and writes nothing: jobs carry out what is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from dflash_mlx.convert.quantize import (
 )
 from dflash_mlx.convert.source import Source, Weight
 from dflash_mlx.convert.write import Job
+from dflash_mlx.layers.moe import ExpertLinear
+from dflash_mlx.loader import Groups
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,41 @@ def decide(source: Source, model: nn.Module, recipe: Recipe) -> Decision:
     return Decision(jobs, quantization, record, rules.prefix, kept, quantized, again, remarks)
 
 
+def expected_bytes(
+    config: Mapping[str, Any], groups: Groups, model: nn.Module, recipe: Recipe
+) -> int:
+    """Bytes of what `decide` will write of a checkpoint of which the config alone is known."""
+    rules = Rules(recipe, config, model)
+    stated = next((n for n in _stated_types(recipe, config) if n in DTYPES), "bfloat16")
+    modules = dict(model.named_modules())
+    parameters: Any = tree_flatten(model.parameters())
+    total = 0
+    for name, array in parameters:
+        path, _, leaf = name.rpartition(".")
+        settings = None
+        if leaf == "weight":
+            settings = rules.settings(path, modules[path])
+            packed = _packed_by_config(config, groups, path, modules[path])
+            if packed and _stays(packed, settings, recipe):
+                settings = packed
+        outputs = outputs_of(name, array.shape, DTYPES[stated], settings)
+        total += sum(output.nbytes for output in outputs)
+    return total
+
+
+def _packed_by_config(
+    config: Mapping[str, Any], groups: Groups, path: str, module: nn.Module
+) -> Settings | None:
+    """How a checkpoint of this config holds the module; None when it is not quantized there."""
+    if not groups.common or not hasattr(module, "to_quantized") or groups.leaves_out(path):
+        return None
+    # Of a family's own method, experts alone are quantized.
+    if config.get("quantization") is None and not isinstance(module, ExpertLinear):
+        return None
+    settings = groups.of(path)
+    return None if module.weight.shape[-1] % settings["group_size"] else settings
+
+
 def _common(asked: Settings, chosen: list[Settings], recipe: Recipe) -> Settings:
     """The settings stated for all modules: those asked for, unless no module came to have them."""
     if recipe.mixed or not chosen or asked in chosen:
@@ -130,10 +167,8 @@ def float_type(recipe: Recipe, source: Source) -> mx.Dtype | None:
     As in mlx-lm the config's dtype decides when the recipe names none. GGUF files state none, and
     half of them hold float32 norms beside packed matrices: they become bfloat16.
     """
-    nested = source.config.get("text_config")
-    nested = nested if isinstance(nested, dict) else {}
-    for name in (recipe.dtype, *(c.get(k) for c in (source.config, nested) for k in _DTYPE_KEYS)):
-        if isinstance(name, str) and name in DTYPES:
+    for name in _stated_types(recipe, source.config):
+        if name in DTYPES:
             return DTYPES[name]
     if source.path.suffix.lower() == ".gguf":
         return mx.bfloat16
@@ -141,7 +176,12 @@ def float_type(recipe: Recipe, source: Source) -> mx.Dtype | None:
     return next((dtype for dtype in scales if dtype in DTYPES.values()), None)
 
 
-_DTYPE_KEYS = ("torch_dtype", "dtype")
+def _stated_types(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
+    """Names of float types that recipe and config state, what decides first."""
+    nested = config.get("text_config")
+    levels = (config, nested if isinstance(nested, dict) else {})
+    stated = [recipe.dtype, *(c.get(key) for c in levels for key in ("torch_dtype", "dtype"))]
+    return [name for name in stated if isinstance(name, str)]
 
 
 def plain_jobs(source: Source, dtype: mx.Dtype) -> list[Job]:

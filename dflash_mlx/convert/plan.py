@@ -17,8 +17,14 @@ from dflash_mlx import __version__, hub, registry
 from dflash_mlx.convert.bundled import find_bundled
 from dflash_mlx.convert.check import PROMPT, PROMPT_TOKENS
 from dflash_mlx.convert.disk import Demand, refuse_too_little
-from dflash_mlx.convert.jobs import Decision, decide, plain_jobs, recipe_json
-from dflash_mlx.convert.quantize import Recipe, Rules
+from dflash_mlx.convert.jobs import (
+    Decision,
+    decide,
+    expected_bytes,
+    plain_jobs,
+    recipe_json,
+)
+from dflash_mlx.convert.quantize import Recipe
 from dflash_mlx.convert.source import Source, check_against, open_folder, open_source
 from dflash_mlx.convert.write import Shard, make_shards
 from dflash_mlx.draft.checkpoint import check_config, check_drafter
@@ -144,15 +150,19 @@ class Plan:
 def destination_of(order: Order) -> Path:
     """Where the result goes: a name for it here, but never inside of the folder to convert.
 
-    UsageError for a name that is not UTF-8, which no config.json can record.
+    UsageError for a name that is not UTF-8, which no config.json can record, and for a folder
+    inside of the source.
     """
     for given in (order.source, order.drafter or "", str(order.destination or "")):
         _refuse_not_utf8(given)
+    source = Path(order.source).expanduser()
     if order.destination is not None:
-        return order.destination.expanduser()
+        given = order.destination.expanduser()
+        if source.is_dir() and source.resolve() in given.resolve().parents:
+            raise UsageError(f"{given} lies inside of what is converted. Give a folder elsewhere.")
+        return given
     name = order.source.partition("#")[0].rstrip("/").rsplit("/", 1)[-1]
     place = Path()
-    source = Path(order.source).expanduser()
     if source.is_dir() and (name in ("", ".", "..") or source.samefile(place)):
         source = source.resolve()
         name = source.name or "model"
@@ -181,12 +191,10 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
     ahead = [preview for preview in (target, drafter) if preview is not None]
     if not ahead:
         return None
-    _refuse_by_config(order, found, target, drafter)
+    result = _refuse_by_config(order, found, target, drafter)
     demands = [Demand("to fetch", preview.folder, preview.nbytes) for preview in ahead]
-    settings = order.recipe.settings
-    # Scales and biases are two 16-bit numbers a group.
-    share = (settings["bits"] + 32 / settings["group_size"]) / _stored_bits(found, target)
-    result = int(target.nbytes * share) if target else 0
+    if result is None:
+        result = int(target.nbytes * _share_of_gguf(order, found)) if target else 0
     result += drafter.nbytes if drafter else 0
     refuse_too_little([*demands, Demand("to write", destination, result)])
     return Report(
@@ -204,8 +212,11 @@ def preview(order: Order, found: registry.Resolved, destination: Path) -> Report
 
 def _refuse_by_config(
     order: Order, found: registry.Resolved, target: Preview | None, drafter: Preview | None
-) -> None:
-    """What config.json alone tells that it cannot be; a GGUF file has none."""
+) -> int | None:
+    """Refuse what config.json alone tells that it cannot be; the bytes of the target that it makes.
+
+    A GGUF file has none, and None is returned.
+    """
     place = Path(found.target_spec)
     if target is not None:
         config = target.config
@@ -213,31 +224,24 @@ def _refuse_by_config(
         local = hub.local_path(found.target_spec, revision=order.revision or found.target_revision)
         config = read_config(local) if local is not None and local.is_dir() else {}
     if not config:
-        return
+        return None
     refuse_drafter(place, config)
-    Groups.read(place, config)
+    groups = Groups.read(place, config)
     model = build_target(config)
-    Rules(order.recipe, config, model)
+    result = expected_bytes(config, groups, model, order.recipe)
     if drafter is not None:
         check_config(drafter.config, model, bits=order.draft_bits)
+    return result
 
 
-def _stored_bits(found: registry.Resolved, target: Preview | None) -> float:
-    """Bits a weight takes in a source that is not here yet, by its config or a GGUF's name."""
-    config = target.config if target else {}
-    if named := re.search(r"(?:BF|F|Q)(\d+)[^/]*\.gguf$", found.target_spec, re.IGNORECASE):
-        bits = float(named[1])
-        return bits if bits > 8 else bits + 0.5  # with the scales of blocks of 32
-    quantization = config.get("quantization") or config.get("quantization_config")
-    if isinstance(quantization, dict):
-        bits, group = quantization.get("bits", 4), quantization.get("group_size", 32)
-        if type(bits) is int and type(group) is int and group > 0:
-            return bits + 32 / group
-    nested = config.get("text_config")
-    for level in (config, nested if isinstance(nested, dict) else {}):
-        if "float32" in (level.get("torch_dtype"), level.get("dtype")):
-            return 32.0
-    return 16.0
+def _share_of_gguf(order: Order, found: registry.Resolved) -> float:
+    """About how large the result will be by the size of a GGUF file, whose name tells its bits."""
+    settings = order.recipe.settings
+    named = re.search(r"(?:BF|F|Q)(\d+)[^/]*\.gguf$", found.target_spec, re.IGNORECASE)
+    stored = float(named[1]) if named else 16.0
+    # Of MLX, two 16-bit numbers a group; of GGUF, scales of blocks of 32.
+    wanted = settings["bits"] + 32 / settings["group_size"]
+    return wanted / (stored if stored > 8 else stored + 0.5)
 
 
 def fetch(order: Order, found: registry.Resolved, show: bool) -> Loads:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
+from functools import partial
 from typing import Any, NoReturn
 
+from dflash_mlx import errors
 from dflash_mlx.errors import CheckpointError
 
 Config = Mapping[str, Any]
+
+malformed = partial(errors.malformed, whose="drafter", file="its config.json")
 
 # Others are below 2**31, as MLX counts; these make layers or tables before weights are read.
 _MOST = {"num_hidden_layers": 10_000, "head_dim": 65_536}
@@ -97,12 +101,6 @@ def refuse_unknown(source: Config, known: Set[str], where: str) -> None:
                 f"{where} of the drafter sets {key} = {value!r}, whose meaning is not known; use "
                 "a drafter without it."
             )
-
-
-def malformed(key: str, value: Any, wanted: str) -> NoReturn:
-    raise CheckpointError(
-        f"The drafter's {key} is {value!r}, not {wanted}; correct its config.json."
-    )
 
 
 def refuse(key: str, value: Any) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,22 @@ _HYBRID_KEYS = frozenset(
 _ZERO_KEYS = frozenset({"expert_count", "expert_used_count", "attention.sliding_window"})
 
 
+# What the widths of tensors are products of.
+_WIDTHS = (
+    ("hidden_size",),
+    ("num_attention_heads", "head_dim"),
+    ("num_key_value_heads", "head_dim"),
+    ("intermediate_size",),
+    ("num_experts",),
+    ("num_experts_per_tok",),
+    ("moe_intermediate_size",),
+    ("shared_expert_intermediate_size",),
+    ("linear_num_key_heads", "linear_key_head_dim"),
+    ("linear_num_value_heads", "linear_value_head_dim"),
+    ("linear_conv_kernel_dim",),
+)
+
+
 def read_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     """The config; CheckpointError for metadata that is missing, malformed or not understood."""
     return _Metadata(file, architecture).config()
@@ -80,6 +97,11 @@ class _Metadata:
 
     def config(self) -> dict[str, Any]:
         self._refuse_unknown()
+        config = self._stated()
+        self._refuse_without_room(config)
+        return config
+
+    def _stated(self) -> dict[str, Any]:
         hidden = self.integer("embedding_length")
         heads = self.integer("attention.head_count")
         head = self.integer("attention.key_length", default=hidden // heads)
@@ -88,7 +110,7 @@ class _Metadata:
         config = {
             "model_type": ARCHITECTURES[self.architecture],
             "hidden_size": hidden,
-            "num_hidden_layers": self.integer("block_count"),
+            "num_hidden_layers": self._layers(),
             "num_attention_heads": heads,
             "num_key_value_heads": self.integer("attention.head_count_kv", default=heads),
             "head_dim": head,
@@ -129,8 +151,10 @@ class _Metadata:
         value_heads, inner = self.integer("ssm.time_step_rank"), self.integer("ssm.inner_size")
         if inner % value_heads:
             raise self.error(f"has ssm.inner_size {inner}, no multiple of {value_heads} heads")
-        extra = self.value("nextn_predict_layers", default=0)
-        layers = config["num_hidden_layers"] - extra
+        extra, layers = self.value("nextn_predict_layers", default=0), config["num_hidden_layers"]
+        if type(extra) is not int or not 0 <= extra < layers:
+            raise self.error(f"has nextn_predict_layers {extra!r:.80} of {layers} layers")
+        layers -= extra
         head = config["head_dim"]
         rotated = self.integer("rope.dimension_count", default=head // 4)
         return {
@@ -153,6 +177,25 @@ class _Metadata:
         if not isinstance(stated, list) or len(stated) < layers:
             raise self.error(f"has attention.recurrent_layers = {stated!r} for {layers} layers")
         return [("full_attention", "linear_attention")[bool(kind)] for kind in stated[:layers]]
+
+    def _layers(self) -> int:
+        """The number of layers, no larger than what has to be listed may be: each has tensors."""
+        layers, most = self.integer("block_count"), len(self.file.tensors)
+        if layers > most:
+            raise self._no_room("block_count", layers, most)
+        return layers
+
+    def _refuse_without_room(self, config: dict[str, Any]) -> None:
+        """Refuse widths that no tensor has: orders of rows and columns are made of their size."""
+        shapes = [tensor.shape for tensor in self.file.tensors.values()]
+        most = max((max(shape) for shape in shapes if 0 not in shape), default=0)
+        for keys in _WIDTHS:
+            width = math.prod(config.get(key) or 1 for key in keys)
+            if width > most:
+                raise self._no_room(" times ".join(keys), width, most)
+
+    def _no_room(self, what: str, size: int, most: int) -> CheckpointError:
+        return self.error(f"has {what} {size}, where its tensors have room for {most}")
 
     def _refuse_unknown(self) -> None:
         known = _READ_KEYS
@@ -197,14 +240,14 @@ class _Metadata:
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.value(key, default)
-        if not isinstance(value, int) or value < 1:
-            raise self.error(f"has {self.architecture}.{key} = {value!r}, not one count")
+        if type(value) is not int or value < 1:
+            raise self.error(f"has {self.architecture}.{key} = {value!r:.80}, not one count")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.value(key, default)
-        if not isinstance(value, (int, float)):
-            raise self.error(f"has {self.architecture}.{key} = {value!r}, not a number")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.error(f"has {self.architecture}.{key} = {value!r:.80}, not a number")
         return float(value)
 
     def _other_length(self, key: str, head: int) -> CheckpointError:

@@ -8,12 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import CheckpointError, malformed
 
 _log = logging.getLogger(__name__)
 
 _MOST_LAYERS = 10_000  # all of them are made before the weights are known to be there
-_MOST_SHOWN = 80  # characters of a broken value
 
 _ROPE_KEYS = frozenset(
     {"rope_theta", "rope_scaling", "rope_parameters", "rope_freq_factors", "partial_rotary_factor"}
@@ -200,13 +199,6 @@ def _required(config: Mapping[str, Any], key: str) -> Any:
             f"The config has no {key}; use a checkpoint with a complete config.json."
         )
     return config[key]
-
-
-def malformed(key: str, value: Any, wanted: str) -> NoReturn:
-    """Raise the CheckpointError of a value that is not what is `wanted`."""
-    shown = repr(value)
-    shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
-    raise CheckpointError(f"The config's {key} is {shown}, not {wanted}; correct config.json.")
 
 
 def _divided(total: int, part: int, total_key: str, part_key: str) -> int:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_mlx.errors import CheckpointError
+from dflash_mlx.errors import CheckpointError, malformed
 from dflash_mlx.layers.rope import Rope, proportional_rope, rope_from_config, rope_type
 from dflash_mlx.models.config import (
     flag,
-    malformed,
     object_of,
     positive_float,
     positive_int,

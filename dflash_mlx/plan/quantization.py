@@ -9,15 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.quantization import GROUP_SIZES, KEYS, check_settings
 
 #: bits of a weight in MXFP4, with its share of the scale
 MXFP4_BITS = 4.25
 MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 
 _SCALE_BITS = {"affine": 32, "mxfp4": 8, "mxfp8": 8, "nvfp4": 8}  # of one group
-_GROUPS = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
-_KEYS = ("group_size", "bits", "mode")
-_MOST = {"bits": 16, "group_size": 65536}
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
@@ -44,10 +42,10 @@ def stated_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             f"The config's quantization is {stated!r:.80}, not an object with group_size and "
             "bits; convert the checkpoint again."
         )
-    _check("the checkpoint", stated)
+    check_settings("the checkpoint", stated)
     for path, own in stated.items():
-        if path not in _KEYS and isinstance(own, Mapping):
-            _check(str(path), _of_module(stated, own))
+        if path not in KEYS and isinstance(own, Mapping):
+            check_settings(str(path), _of_module(stated, own))
     return stated
 
 
@@ -60,12 +58,12 @@ def weight_bits(common: Mapping[str, Any], own: Any = None) -> float | None:
         return None
     stated = _of_module(common, own) if isinstance(own, Mapping) else common
     mode = stated.get("mode", "affine")
-    return stated["bits"] + _SCALE_BITS[mode] / stated.get("group_size", _GROUPS[mode])
+    return stated["bits"] + _SCALE_BITS[mode] / stated.get("group_size", GROUP_SIZES[mode])
 
 
 def own_settings(quantization: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by module path, as the text model alone names its modules."""
-    own = {path: value for path, value in quantization.items() if path not in _KEYS}
+    own = {path: value for path, value in quantization.items() if path not in KEYS}
     return {str(path).removeprefix("language_model."): value for path, value in own.items()}
 
 
@@ -79,23 +77,7 @@ def uncounted(quantization: Mapping[str, Any] | None, known: Iterable[str]) -> l
 
 def _of_module(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     # As MLX reads it: settings without a mode are affine, whatever the others are.
-    return {**{key: common[key] for key in _KEYS if key in common}, "mode": "affine", **own}
-
-
-def _check(place: str, settings: Mapping[str, Any]) -> None:
-    mode = settings.get("mode", "affine")
-    if not isinstance(mode, str) or mode not in _SCALE_BITS:
-        raise CheckpointError(
-            f"The quantization of {place:.80} has mode {mode!r:.80}; MLX knows "
-            f"{', '.join(_SCALE_BITS)}. Convert the checkpoint again."
-        )
-    for key, most in _MOST.items():
-        value = settings.get(key, _GROUPS[mode])
-        if type(value) is not int or not 0 < value <= most:
-            raise CheckpointError(
-                f"The quantization of {place:.80} has {key} {value!r:.80}, which is no whole "
-                f"number from 1 to {most}; convert the checkpoint again."
-            )
+    return {**{key: common[key] for key in KEYS if key in common}, "mode": "affine", **own}
 
 
 def _method(config: Mapping[str, Any]) -> object:
