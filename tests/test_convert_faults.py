@@ -263,6 +263,14 @@ def test_a_destination_in_use_is_left_alone(
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
 
 
+def test_a_place_inside_of_the_source_is_refused(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "m")
+    before = sorted(source.iterdir())
+    with pytest.raises(UsageError, match="lies inside of what is converted"):
+        convert(Order(str(source), source / "deep" / "q"))
+    assert sorted(source.iterdir()) == before
+
+
 def test_a_read_only_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_source(tmp_path / "m")
     place = tmp_path / "locked"
