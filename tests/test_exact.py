@@ -25,7 +25,7 @@ from dflash_mlx.kernels import DeltaRows, backend
 from dflash_mlx.models import exact
 from dflash_mlx.segment import Segment
 
-TOKENS = 18
+TOKENS = 14
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2, "head_dim": 16},
     "qwen3": {"num_hidden_layers": 2, "tie_word_embeddings": True},

@@ -75,12 +75,10 @@ def test_the_long_sums_of_real_drafters(columns: int, bits: int) -> None:
     _check(linear_layer(16, columns, mx.bfloat16, bits), 16, mx.bfloat16)
 
 
-# Of a SmolLM2-like layer in full, of one with 4-bit weights, and one that fills no tile.
-@pytest.mark.parametrize(("outputs", "columns", "bits"), [(24, 576, 0), (24, 320, 4), (13, 96, 8)])
-def test_a_row_has_the_same_bits_in_any_company_and_schedule(
-    outputs: int, columns: int, bits: int
-) -> None:
-    linear = linear_layer(outputs, columns, mx.float32, bits, 32)
+# SmolLM2's hidden size, one that the simdgroups share unevenly, and outputs that fill no tile.
+@pytest.mark.parametrize(("outputs", "columns"), [(24, 576), (24, 320), (13, 96)])
+def test_a_row_has_the_same_bits_in_any_company_and_schedule(outputs: int, columns: int) -> None:
+    linear = linear_layer(outputs, columns, mx.float32, 4, 32)
     x = random((1, 16, columns), mx.float32, 5)
     with kernels_on_cpu(Mode.FAST):
         whole = rows_matmul(x, linear)
@@ -88,7 +86,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_schedule(
             for start in {0, 16 - rows}:
                 part = rows_matmul(x[:, start : start + rows], linear)
                 assert mx.array_equal(part, whole[:, start : start + rows])
-    for schedule in SCHEDULES if bits == 4 else ():
+    for schedule in SCHEDULES if columns == 320 else ():
         with kernels_on_cpu(Mode.FAST, schedule):
             assert mx.array_equal(rows_matmul(x, linear), whole)
 
@@ -108,8 +106,9 @@ def _gated(
     return a / (1 + np.exp(-a)) * b, 1.1 * wide * np.abs(b) + np.abs(a) * high
 
 
-@pytest.mark.parametrize("bits", [0, 4, 8])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(mx.float32, 0), (mx.float16, 4), (mx.bfloat16, 8), (mx.bfloat16, 0)]
+)
 def test_gated_products_of_each_type(dtype: mx.Dtype, bits: int) -> None:
     _check_gated(5, 40, 128, dtype, bits, normed=bits != 8)
 

@@ -65,7 +65,7 @@ class DraftAttention(nn.Module):
     ) -> mx.array:
         """[1, L, H] at positions context.length .. -> [1, L, H], `residual` added.
 
-        With a `norm` of x. Few rows cost four or five launches where kernels are active.
+        With a `norm` of x. Up to 16 rows cost three or four launches where kernels are active.
         """
         at = context.length
         queries, keys, values = block_projection(x, norm, self, rope, at)

@@ -100,7 +100,7 @@ def block_attention(
     shape = (dim, queries.shape[1], around.kv_heads, context is None)
     before = 0 if context is None else context.keys.shape[2]
     plan = plan_of(queries.shape, around.kv_heads, position - before, before, exact)
-    variant = (*shape, sight, str(queries.dtype), sinks is None, plan.splits > 1, plan.simds)
+    variant = (*shape, sight, queries.dtype, sinks is None, plan.splits > 1, plan.simds)
     return backend.run(
         OPERATION,
         variant,

@@ -27,7 +27,7 @@ def block_convolution(
         return [out if residual is None else residual + out]
 
     _, rows, hidden = x.shape
-    variant = (coefficients.shape[1:], str(x.dtype), str(coefficients.dtype), residual is None)
+    variant = (coefficients.shape[1:], x.dtype, coefficients.dtype, residual is None)
     if rows > MAX_ROWS or not backend.is_active(OPERATION):
         return twin()[0]
     return backend.run(

@@ -48,7 +48,7 @@ def fuse_taps(features: Features, fc: nn.Module, dtype: mx.Dtype) -> Fused:
     found = weights_of(fc) if fits and backend.is_active(OPERATION) else None
     if found is None or found.bias is not None:
         return Fused(*twin())
-    variant = (*found.variant, str(features.dtype), rows > 8, len(parts))
+    variant = (*found.variant, features.dtype, rows > 8, len(parts))
     launch = launch_of(rows, found.outputs)
     return Fused(
         *backend.run(

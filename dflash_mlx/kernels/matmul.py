@@ -52,7 +52,8 @@ class Weights(NamedTuple):
     @property
     def variant(self) -> tuple[Any, ...]:
         """What tells this layer apart from others: types and sizes."""
-        return (*map(str, self.template), self.outputs, self.columns)
+        kinds = (self.weights.dtype, self.scales.dtype, self.bits, self.group)
+        return (*kinds, self.bias is None, self.outputs, self.columns)
 
 
 def weights_of(linear: nn.Module) -> Weights | None:
@@ -92,7 +93,7 @@ def rows_matmul(
     found = weights_of(linear) if wanted else None
     if found is None:
         return twin()[0]
-    variant = (*found.variant, str(x.dtype), x.shape[1] > 8, residual is None)
+    variant = (*found.variant, x.dtype, x.shape[1] > 8, residual is None)
     return backend.run(
         OPERATION,
         variant,
@@ -121,7 +122,7 @@ def gated_matmul(x: mx.array, norm: nn.RMSNorm | None, gate: nn.Module, up: nn.M
         first, second = weights_of(gate), weights_of(up)
     if first is None or second is None or first.variant != second.variant or first.bias is not None:
         return twin()[0]
-    variant = ("gated", *first.variant, str(x.dtype), x.shape[1] > 8, norm is None)
+    variant = ("gated", *first.variant, x.dtype, x.shape[1] > 8, norm is None)
     return backend.run(
         OPERATION,
         variant,

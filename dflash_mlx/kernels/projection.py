@@ -26,7 +26,7 @@ from dflash_mlx.kernels.matmul import (
 from dflash_mlx.kernels.source import Launch, constant, kernel
 
 OPERATION = "head_projection"
-MAX_HEAD = 256  # of a head the sixteen rows fill half of the threadgroup memory then
+MAX_HEAD = 256  # sixteen rows of such a head fill half of the threadgroup memory
 _WEIGHTS = tuple(f"{p}_{a}" for p in "qkv" for a in ("weights", "scales", "biases", "bias"))
 _NAMES = ("x", *_WEIGHTS, "norm", "squares", "query_norm", "key_norms", "periods")
 _SCALARS = ("norm_eps", "head_eps", "log_theta", "magnitude", "position", "value_row")
@@ -97,7 +97,7 @@ class _Call(NamedTuple):
 
     def variant(self, x: mx.array, norm: object, rope: Rotation) -> tuple[Any, ...]:
         sizes = (self.queries, self.heads, self.kv_heads, self.dim, rope.dims, rope.theta is None)
-        return (*self.parts[1].variant, *sizes, str(x.dtype), x.shape[1] > 8, norm)
+        return (*self.parts[1].variant, *sizes, x.dtype, x.shape[1] > 8, norm)
 
 
 def context_projection(
