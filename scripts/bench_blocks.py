@@ -109,13 +109,15 @@ def compare(engine: Engine, given: argparse.Namespace) -> Iterator[tuple[str, di
 class Reduced:
     """A drafter that drafts with `rows` frequent tokens and those of the text; None is all."""
 
-    def __init__(self, drafter: Drafter, rows: int | None) -> None:
-        self.drafter, self.rows = drafter, rows
+    def __init__(self, drafter: Drafter, rows: int | None, width: int) -> None:
+        self.drafter, self.rows, self.width = drafter, rows, width
         self.block_size, self.taps, self.head_rows = (
             drafter.block_size, drafter.taps, drafter.head_rows,
         )  # fmt: skip
         self.make_cache, self.observe = drafter.make_cache, drafter.observe
         self.ids: tuple[int, ...] = ()
+        frequent = [] if rows is None else drafter.head_rows.order[:rows].tolist()  # type: ignore[union-attr]
+        self.known = set(frequent)
         self.seconds: list[float] = []
 
     def propose(
@@ -128,20 +130,15 @@ class Reduced:
     ) -> Proposal:
         if self.rows is not None:
             assert self.head_rows is not None
-            known = set(self.head_rows.order[: self.rows].tolist())
             seen = dict.fromkeys(self.ids[: cache.length + 1])
-            head = self.head_rows.reduced(self.rows, [t for t in seen if t not in known])
-            mx.eval(head.ids, head.parts[-1](mx.zeros((1, 1, self.drafter_width))))
+            head = self.head_rows.reduced(self.rows, [t for t in seen if t not in self.known])
+            mx.eval(head.ids, head.parts[-1](mx.zeros((1, 1, self.width))))
         mx.eval(cache.arrays())
         start = now()
         proposal = self.drafter.propose(anchor, n, sampling, cache, head)
         mx.eval(proposal.tokens)
         self.seconds.append(now().since(start).cpu)
         return proposal
-
-    @property
-    def drafter_width(self) -> int:
-        return self.drafter.config.hidden_size  # type: ignore[attr-defined]
 
 
 def head_sizes(engine: Engine, given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -151,7 +148,8 @@ def head_sizes(engine: Engine, given: argparse.Namespace) -> Iterator[tuple[str,
     plain = sides(engine, [])["plain"]
     ends = engine.tokenizer.end_ids
     for suite in given.suites:
-        drafters = {rows: Reduced(drafter, rows) for rows in (None, *sizes(target.vocab_size))}
+        all_sizes = (None, *sizes(target.vocab_size))
+        drafters = {rows: Reduced(drafter, rows, target.hidden_size) for rows in all_sizes}
         found = {rows: Replay() for rows in drafters}
         for number, text in enumerate(questions(suite, given.samples)):
             print(f"{suite}: prompt {number + 1}", file=sys.stderr, flush=True)

@@ -70,7 +70,8 @@ class Acceptance:
 
     def chances(self) -> list[float]:
         """By position; where trials are few, a position is expected to be like the one before."""
-        found, before = [], PRIOR
+        found: list[float] = []
+        before = PRIOR
         for tried, agreed in zip(self.tried, self.agreed, strict=True):
             like_before = LIKE_BEFORE if found else 0.0
             before = (agreed + like_before * before) / (tried + like_before)
