@@ -80,12 +80,20 @@ def play(engines: dict[str, Engine], text: str, tokens: int, number: int) -> dic
 
 
 def judge(runs: Sequence[dict[str, Run]], clock: str) -> dict[str, Any]:
-    """Medians over prompts of each side's speed to plain's; auto to the best fixed block's."""
+    """Medians over prompts: each side's speed to plain's (the mean of its two runs), the second
+    plain run's to the first's, auto's to that of the best fixed block."""
+
+    def speed(one: dict[str, Run], who: str) -> float:
+        both = ("plain", "again") if who == "plain" else (who,)
+        return statistics.mean(one[name].rate(clock) for name in both)
 
     def ratio(one: str, other: str) -> float:
-        return statistics.median(r[one].rate(clock) / r[other].rate(clock) for r in runs)
+        return statistics.median(speed(r, one) / speed(r, other) for r in runs)
 
-    found = {who: ratio(who, "plain") for who in runs[0] if who != "plain"}
+    found = {who: ratio(who, "plain") for who in runs[0] if who not in ("plain", "again")}
+    found["again"] = statistics.median(
+        r["again"].rate(clock) / r["plain"].rate(clock) for r in runs
+    )
     fixed = {who: value for who, value in found.items() if who not in SIDES}
     best = max(fixed, key=lambda who: fixed[who], default="plain")
     if fixed.get(best, 0.0) < 1:
