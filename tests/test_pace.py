@@ -285,7 +285,7 @@ def test_calibration_reaches_longer_contexts_with_more_time(pair) -> None:
     ticks = iter(range(10**6))
     target, drafter = pair
     costs = calibrate(
-        target, drafter, nullcontext, block_size=3, seconds=120, clock=lambda: float(next(ticks))
+        target, drafter, nullcontext, block_size=3, seconds=75, clock=lambda: float(next(ticks))
     )
     contexts = [m.context for m in costs.measured]
     assert contexts == [64 * 2**i for i in range(len(contexts))]
