@@ -329,8 +329,8 @@ def test_an_engine_calibrates_at_its_first_use_and_a_seed_freezes(pair, tmp_path
     ids = list(range(7))
     stats = made.generate(ids, max_tokens=12).stats
     assert stats.calibration == made.calibrate().digest
-    assert stats.cycles > 0
-    assert len(lines) >= stats.cycles
+    # Whether a cycle may run depends on what it cost here; every step was asked for and told.
+    assert stats.generation_tokens - 1 == sum(json.loads(line)["emitted"] for line in lines)
     fixed = tiny_engine(tmp_path, target=target, drafter=drafter, block_size=3)
     assert fixed.generate(ids, max_tokens=12).stats.block_policy == "blocks of 3"
     params = SamplingParams(seed=1)
