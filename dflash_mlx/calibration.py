@@ -27,12 +27,16 @@ from dflash_mlx.paths import home_dir
 #: what a first use spends on measuring
 FIRST_SECONDS = 4.0
 
+#: how costs are measured: numbers of another way are not comparable
+METHOD = "chains of steps, head by rows"
+
 Say = Callable[[str], None]
 
 
 def calibration_file(target: Target, drafter: Drafter, block_size: int) -> Path:
     """Where the costs of this pair, on this machine and with these versions, are kept."""
     key = {
+        "method": METHOD,
         "chip": machine.chip(),
         "back_end": machine.back_end()[0],
         "blas": machine.blas_in_use().name,

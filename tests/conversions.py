@@ -135,6 +135,8 @@ def write_family_gguf(file: Path, architecture: str) -> Path:
     fields = {f"{architecture}.{k}": v for k, v in sizes.items()} | tokenizer_fields()
     # The reader's own table says which tensors a config asks for.
     table = {"token_embd.weight": np.zeros((len(TOKENS), 64), np.float32)}
+    # Room for the layers and widths that are stated, which the reader asks for.
+    table |= {f"room.{i}": np.zeros(2048, np.float32) for i in range(2)}
     write_gguf(file, architecture, fields, table)
     config = {**read_config(read_gguf(file), architecture), "tie_word_embeddings": False}
     rng, tensors = np.random.default_rng(3), {}

@@ -230,7 +230,7 @@ def test_chat_takes_the_folder_with_its_drafter(tmp_path: Path) -> None:
     drafts = tensors_of(tmp_path / "q/drafter")
     assert {a.dtype for a in drafts.values()} == {mx.bfloat16}
     assert drafts.keys() == tensors_of(drafter).keys()
-    loaded = engine.load(str(tmp_path / "q"), progress=False)
+    loaded = engine.load(str(tmp_path / "q"), block_size=None, progress=False)
     assert loaded.reason == f"the drafter beside {tmp_path / 'q'}"
     answer = loaded.generate(IDS, max_tokens=12)
     plain = engine.load(str(tmp_path / "q"), draft=None, progress=False)

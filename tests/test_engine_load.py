@@ -48,7 +48,7 @@ def answer(loaded: engine.Engine):
 
 
 def test_the_registrys_drafter_is_taken(known: None, drafter: Path) -> None:
-    stats = answer(engine.load("Tiny", dtype="float32"))
+    stats = answer(engine.load("Tiny", dtype="float32", block_size=None))
     assert (stats.engine, stats.model, stats.drafter) == ("dflash", "Tiny", str(drafter))
     assert stats.engine_reason == "the registry's drafter for Tiny"
     assert stats.cycles > 0
@@ -100,7 +100,9 @@ def test_options_of_a_drafter_need_one(target: Path, options: dict[str, int]) ->
 
 
 def test_draft_bits_quantize_the_drafter(target: Path, drafter: Path) -> None:
-    loaded = engine.load(str(target), draft=str(drafter), draft_bits=4, dtype="float32")
+    loaded = engine.load(
+        str(target), draft=str(drafter), draft_bits=4, dtype="float32", block_size=None
+    )
     assert loaded.drafter is not None
     assert "scales" in loaded.drafter.model.fc  # type: ignore[attr-defined]
     assert answer(loaded).cycles > 0

@@ -250,7 +250,7 @@ def test_dflash_2_is_trained_and_loads(order):
     result = train(replace(order, shape=shape))
     stored = read_json(order.out / "config.json")
     assert stored["architectures"] == ["DFlash2DraftModel"]
-    engine = dflash_mlx.load(order.target, draft=str(order.out))
+    engine = dflash_mlx.load(order.target, draft=str(order.out), block_size=None)
     done = engine.generate([1, 2, 3], max_tokens=12)
     assert done.stats.cycles > 0
     assert result["tau"] >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -158,7 +159,7 @@ def destination_of(order: Order) -> Path:
     source = Path(order.source).expanduser()
     if order.destination is not None:
         given = order.destination.expanduser()
-        if source.is_dir() and source.resolve() in given.resolve().parents:
+        if source.is_dir() and source.resolve() in Path(os.path.realpath(given)).parents:
             raise UsageError(f"{given} lies inside of what is converted. Give a folder elsewhere.")
         return given
     name = order.source.partition("#")[0].rstrip("/").rsplit("/", 1)[-1]

@@ -168,10 +168,14 @@ class Refined:
         self._ratio = 1.0  # of cycles' cost in plain steps to the calibrated one
         self._plain: deque[float] = deque(maxlen=PLAIN_TIMINGS)  # seconds to the calibrated ones
         self._plain_context, self._since_plain = 0, 0
+        self._tables: dict[tuple[int, int | None], list[float]] = {}
 
     def table(self, context: int, rows: int | None = None) -> list[float]:
-        """`Costs.table`, corrected."""
-        plain, *cycles = self.costs.table(context, rows)
+        """`Costs.table`, corrected; the context in steps of 64, since it is asked every step."""
+        key = context - context % 64, rows
+        if key not in self._tables:
+            self._tables[key] = self.costs.table(*key)
+        plain, *cycles = self._tables[key]
         return [plain, *(cost * self._ratio for cost in cycles)]
 
     def timed(self, context: int, drafts: int, seconds: float, rows: int | None = None) -> None:

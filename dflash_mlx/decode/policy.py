@@ -147,7 +147,8 @@ class Policy:
             return Choice(0, 1.0, "resting")
         if not self.block:
             self.acceptance.forget(LOOK_TRIALS)
-        plans = self._affordable(heads, min(limit, len(self.acceptance.tried)))
+        speeds = [self._speeds(head) for head in heads]
+        plans = self._affordable(heads, speeds, min(limit, len(self.acceptance.tried)))
         if not plans:
             return Choice(0, 1.0, "plain")
         best = max(plans, key=lambda plan: plan.speed)
@@ -155,14 +156,14 @@ class Policy:
             self._run, self._gained, self._cycles = 0.0, 0.0, 0
             self.block, self._rows = best.drafts, best.head.rows
             return best.choice("look")
-        in_use = next(head for head in heads if head.rows == self._rows)
-        speeds = self._speeds(in_use)
-        losing = max(speeds[min(self.block, len(speeds) - 1)], best.speed) < 1
+        at = next(i for i, head in enumerate(heads) if head.rows == self._rows)
+        here = speeds[at][min(self.block, len(speeds[at]) - 1)]
+        losing = max(here, best.speed) < 1
         looked = self._cycles >= LOOK_CYCLES or self.credit < LOSS * LOSS_SPAN
         if losing and self._run <= 0 and looked:
             self._stand_down()
             return Choice(0, 1.0, "resting")
-        kept = [p for p in plans if p.head is in_use and p.drafts <= self.block]
+        kept = [p for p in plans if p.head is heads[at] and p.drafts <= self.block]
         if not kept or best.speed > GAIN * kept[-1].speed:
             self.block, self._rows = best.drafts, best.head.rows
             return best.choice("drafting")
@@ -181,17 +182,19 @@ class Policy:
             self._cycles += 1
             self.acceptance.record(choice.drafts, accepted, outside)
 
-    def _affordable(self, heads: Sequence[Head], most: int) -> list[_Plan]:
+    def _affordable(
+        self, heads: Sequence[Head], speeds: Sequence[Sequence[float]], most: int
+    ) -> list[_Plan]:
         """Cycles that may run now, by head and then by drafts; the cheapest may stake all."""
         advance = LOSS * LOSS_SPAN
         stake = STAKE * min(self.credit, advance) + EARNED_STAKE * max(0.0, self.credit - advance)
         cheapest = min((cost - 1 for head in heads for cost in head.costs[1:2]), default=0.0)
-        stake = max(stake, cheapest)
+        stake = min(max(stake, cheapest), self.credit)
         return [
             _Plan(speed, drafts, head)
-            for head in heads
-            for drafts, speed in enumerate(self._speeds(head)[: most + 1])
-            if drafts and head.costs[drafts] - 1 <= min(stake, self.credit)
+            for head, found in zip(heads, speeds, strict=True)
+            for drafts, speed in enumerate(found[: most + 1])
+            if drafts and head.costs[drafts] - 1 <= stake
         ]
 
     def _stand_down(self) -> None:

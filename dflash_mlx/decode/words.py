@@ -30,24 +30,23 @@ class Words:
         self._rank = np.empty(len(order), np.int64)
         self._rank[order] = np.arange(len(order))
         self.sizes = sizes(len(order))
-        self._seen: dict[int, int] = {}  # token -> rank, in the order of their first place
+        self._seen: set[int] = set()
+        self._others: dict[int, list[int]] = {size: [] for size in self.sizes}
         self._met = PRIOR_TOKENS
         self._covered = dict.fromkeys(self.sizes, PRIOR * PRIOR_TOKENS)
 
     def read(self, prompt: Sequence[int]) -> None:
         """The tokens of a prompt; they are known from now on."""
-        for token in dict.fromkeys(prompt):
-            self._seen.setdefault(token, int(self._rank[token]))
+        for token in prompt:
+            self._add(token)
 
     def met(self, tokens: Sequence[int]) -> None:
         """Tokens of the answer, in order: counted, then known."""
         for token in tokens:
-            rank = int(self._rank[token])
-            known = token in self._seen
             self._met = self._met * KEPT + 1
             for size in self.sizes:
-                self._covered[size] = self._covered[size] * KEPT + (known or rank < size)
-            self._seen.setdefault(token, rank)
+                self._covered[size] = self._covered[size] * KEPT + self.knows(token, size)
+            self._add(token)
 
     def knows(self, token: int, rows: int | None) -> bool:
         """Whether a head of so many frequent tokens knows it now; None is the whole head."""
@@ -58,5 +57,12 @@ class Words:
         return self._covered[rows] / self._met
 
     def others(self, rows: int) -> list[int]:
-        """The text's tokens that are not among the `rows` most frequent ones."""
-        return [token for token, rank in self._seen.items() if rank >= rows]
+        """The text's tokens that are not among the `rows` most frequent ones, each once."""
+        return self._others[rows]
+
+    def _add(self, token: int) -> None:
+        if token not in self._seen:
+            self._seen.add(token)
+            for size, others in self._others.items():
+                if self._rank[token] >= size:
+                    others.append(token)
