@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.loader import load_target
 from dflash_mlx.train.checkpoint import load_state
+from dflash_mlx.train.corpus import read_answers, split
 from dflash_mlx.train.export import as_drafter
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
@@ -135,6 +137,7 @@ def test_a_finished_run_is_left_as_it_is(finished):
 
 def test_what_a_run_leaves_behind(finished):
     order, result = finished
+    trained = {text.name for text in split(read_answers(order.answers, 288), 2)[0]}
     run = read_json(order.out / "run.json")
     assert run["recipe"]["learning_rate"] == RECIPE.learning_rate
     assert run["gamma"] == pytest.approx(RECIPE.decay)
@@ -155,6 +158,14 @@ def test_what_a_run_leaves_behind(finished):
     assert f"- text: {best['tau_by_set']['text']:.2f}" in card
     assert 1 + sum(best["acceptance"]) >= best["tau"]
     assert not list(order.out.glob("partial-*"))
+    counts = Counter(
+        token
+        for row in map(json.loads, order.answers[0].open())
+        if row["id"] in trained
+        for token in row["prompt_ids"] + row["answer_ids"]
+    )
+    frequent = read_json(order.out / "token_order.json")["order"]
+    assert [counts[token] for token in frequent] == sorted(counts.values(), reverse=True)
 
 
 def test_the_format_is_the_official_one(finished):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from mlx.utils import tree_flatten
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.dflash import DFlashDrafter
 from dflash_mlx.draft.dflash2 import DFlash2Drafter
+from dflash_mlx.draft.head import ORDER_FILE
 from dflash_mlx.models.base import Target
+from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.start import new_model
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
@@ -28,6 +31,16 @@ def save_drafter(folder: Path, config: Mapping[str, Any], parameters: Any) -> No
     mx.save_safetensors(str(partial), weights, {"format": "pt"})
     os.replace(partial, folder / _WEIGHTS)
     write_text(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def save_token_order(folder: Path, texts: Iterable[Text]) -> None:
+    """Write which tokens drafts are likely to be, the most frequent first.
+
+    Counted over prompts and answers; tokens that occur equally often are in the order of their ids.
+    """
+    counts = Counter(token for text in texts for token in text.ids)
+    order = sorted(counts, key=lambda token: (-counts[token], token))
+    write_text(folder / ORDER_FILE, json.dumps({"order": order}, separators=(",", ":")) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:

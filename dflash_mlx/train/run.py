@@ -31,7 +31,7 @@ from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.card import model_card
 from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
 from dflash_mlx.train.curve import save_curve
-from dflash_mlx.train.export import write_text
+from dflash_mlx.train.export import save_token_order, write_text
 from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.memory import fitted
 from dflash_mlx.train.order import Order
@@ -81,6 +81,7 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     task = _task(order, engine, config, stored, trained, held, start, work, voice)
     streams = order.streams or _streams()
     recipe = _within_memory(order, recipe, task, start, streams, voice)
+    save_token_order(order.out, trained)
     began = time.monotonic()
     trainer = Trainer(
         task,
