@@ -51,9 +51,11 @@ def cycles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     count = GenerationStats.count_cycle
 
-    def watched(self: GenerationStats, drafted: int, accepted: int, emitted: int) -> None:
+    def watched(
+        self: GenerationStats, drafted: int, accepted: int, emitted: int, *more: bool
+    ) -> None:
         seen.append((min(accepted, emitted), emitted))
-        count(self, drafted, accepted, emitted)
+        count(self, drafted, accepted, emitted, *more)
 
     monkeypatch.setattr(GenerationStats, "count_cycle", watched)
     return seen
