@@ -6,7 +6,7 @@ from dflash_mlx.calibration import Say, costs_of
 from dflash_mlx.decode.costs import Costs, Refined
 from dflash_mlx.decode.pace import FixedPace, Pace, PolicyPace, Trace
 from dflash_mlx.decode.sampling import SamplingParams
-from dflash_mlx.decode.session import Guard, Session
+from dflash_mlx.decode.session import MOST_HELD, Guard, Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.decode.words import Words
 from dflash_mlx.draft.base import Drafter
@@ -82,6 +82,8 @@ class Pacing:
         speed = stats.generation_tps
         if stats.cycles < COMPARED_CYCLES or speed is None or not session.ids:
             return
+        if session.held > MOST_HELD * stats.generation_seconds:
+            return  # its reader or other generations held it up, so its speed tells nothing
         bucket = len(session.ids).bit_length()
         if bucket not in self._plain_seconds:
             self._plain_seconds[bucket] = session.time_plain_step()

@@ -20,9 +20,10 @@ from dflash_mlx.engine import Engine, load
 
 # isort: split
 import mlx.core as mx
-from bench_pairs import Run, now, timed
 
-from dflash_mlx.bench.suites import SUITES, samples
+from dflash_mlx.bench.questions import load as load_questions
+from dflash_mlx.bench.spans import TimedRun, now, timed
+from dflash_mlx.bench.suites import SUITES
 from dflash_mlx.decode.words import sizes
 from dflash_mlx.draft.base import DraftCache, Drafter, DraftSampling, Proposal, ReducedHead
 from dflash_mlx.errors import DFlashError
@@ -33,14 +34,15 @@ from dflash_mlx.train.replay import Replay, replay
 #: what the chosen block has to reach of the best fixed one, and of plain decoding
 SHARE = 0.97
 SHUFFLED = "shuffled words"
+SHIPPED = tuple(name for name, suite in SUITES.items() if suite.ships)
 SIDES = ("plain", "again", "auto")
 
 
 def questions(suite: str, count: int) -> list[str]:
     """Prompts of a suite; of all suites in turn with their words shuffled for SHUFFLED."""
     if suite != SHUFFLED:
-        return [_text(q.prompt) for q in samples(suite, count)]
-    texts = [t for pair in zip(*(questions(s, count) for s in SUITES), strict=True) for t in pair]
+        return [_text(q.prompt) for q in load_questions(suite, count, None).questions]
+    texts = [t for pair in zip(*(questions(s, count) for s in SHIPPED), strict=True) for t in pair]
     shuffled = []
     for number, text in enumerate(texts[:count]):
         words = text.split()
@@ -68,7 +70,7 @@ def sides(engine: Engine, blocks: Sequence[int]) -> dict[str, Engine]:
     return {"plain": plain, "again": plain, "auto": auto} | fixed
 
 
-def play(engines: dict[str, Engine], text: str, tokens: int, number: int) -> dict[str, Run]:
+def play(engines: dict[str, Engine], text: str, tokens: int, number: int) -> dict[str, TimedRun]:
     """Every side once on one prompt, in an order that changes from prompt to prompt."""
     order = list(engines)
     random.Random(number).shuffle(order)
@@ -79,11 +81,11 @@ def play(engines: dict[str, Engine], text: str, tokens: int, number: int) -> dic
     }  # fmt: skip
 
 
-def judge(runs: Sequence[dict[str, Run]], clock: str) -> dict[str, Any]:
+def judge(runs: Sequence[dict[str, TimedRun]], clock: str) -> dict[str, Any]:
     """Medians over prompts: each side's speed to plain's (the mean of its two runs), the second
     plain run's to the first's, auto's to that of the best fixed block."""
 
-    def speed(one: dict[str, Run], who: str) -> float:
+    def speed(one: dict[str, TimedRun], who: str) -> float:
         both = ("plain", "again") if who == "plain" else (who,)
         return statistics.mean(one[name].rate(clock) for name in both)
 
@@ -194,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("what", choices=("auto", "head"))
     parser.add_argument("--model", default="SmolLM2-135M")
-    parser.add_argument("--suites", default=",".join((*SUITES, SHUFFLED)))
+    parser.add_argument("--suites", default=",".join((*SHIPPED, SHUFFLED)))
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--blocks", default="2,3,4,6,8", help="fixed blocks to compare with")

@@ -18,14 +18,15 @@ from dflash_mlx.draft.checkpoint import open_drafter
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_blocks
-from bench_pairs import Run, Seconds
+
+from dflash_mlx.bench.spans import Seconds, TimedRun
 
 
-def run_of(rate: float) -> Run:
-    return Run([], Seconds(1, 1), Seconds(99, 10 / rate), 10)
+def run_of(rate: float) -> TimedRun:
+    return TimedRun([], Seconds(1, 1), Seconds(99, 10 / rate), 10)
 
 
-def runs(**rates: list[float]) -> list[dict[str, Run]]:
+def runs(**rates: list[float]) -> list[dict[str, TimedRun]]:
     count = len(next(iter(rates.values())))
     names = {name: name.replace("_", " ") for name in rates}
     return [{names[n]: run_of(rates[n][i]) for n in rates} for i in range(count)]

@@ -139,6 +139,30 @@ def test_a_machine_that_slows_down_is_not_taken_for_dear_drafting() -> None:
     assert costs.table(64)[7] == pytest.approx(1.4)
 
 
+def test_steady_drafting_that_is_dearer_than_calibrated_is_found_out() -> None:
+    """All drafts of two in three cycles are refused, and a cycle costs 3.6 instead of 1.4."""
+    costs = Refined(CHEAP)
+    pace = PolicyPace(BLOCK, costs)
+    seconds = tokens = 0.0
+    for step in range(3000):
+        drafts = pace.next(64, BLOCK - 1).drafts
+        accepted = drafts if step % 3 == 0 else 0
+        pace.landed(accepted, accepted + 1)
+        took = 3.6 if drafts else 1.0
+        pace.timed(took)
+        if step >= 1000:
+            seconds, tokens = seconds + took, tokens + accepted + 1
+    assert costs.table(64)[BLOCK - 1] > 3
+    assert tokens / seconds > 0.97
+
+
+def test_frozen_costs_ask_for_no_plain_steps() -> None:
+    costs = Refined(CHEAP, frozen=True)
+    for _ in range(2 * LASTING):
+        costs.timed(64, 7, 5.0)
+    assert not costs.stale(64)
+
+
 @cache
 def brute_force():
     """(target, prompt, its continuation, features of both)."""

@@ -51,7 +51,7 @@ def test_tree_names_what_exists():
     for path in package.iterdir():
         if path.name != "__pycache__":
             name = path.name + ("/" if path.is_dir() else "")
-            assert f"  {name} " in tree, f"{name} is missing in the tree"
+            assert tree.count(f"\n  {name} ") == 1, f"{name} is not in the tree once"
 
 
 def test_the_import_order_is_the_one_that_is_enforced():

@@ -211,9 +211,9 @@ def test_until_the_commit_one_more_state_is_held_for_commits_of_all_rows(
     block = 4 * 5 * (CHANNELS + 2 * HK * DK + HV * DV + 2 * HV)
     assert cache.nbytes == 2 * (state + tail) + block
 
-    def counted(*given: object) -> mx.array:
-        again.append(given[-1])
-        return replay(*given)  # type: ignore[arg-type]
+    def counted(*given: object, **named: bool) -> mx.array:
+        again.append(given[3])
+        return replay(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr("dflash_mlx.cache.recurrent.replay", counted)
     cache.commit(n)

@@ -201,12 +201,17 @@ def test_a_drafter_can_be_trained_further(order, finished):
         train(replace(further, init=str(two.out), shape=Shape(layers=1), out=order.out / "d"))
 
 
-def test_a_refused_run_leaves_the_folder_as_it_is(finished):
+def test_a_refused_run_leaves_the_folder_as_it_is(finished, tmp_path):
     order, _ = finished
-    before = (order.out / "run.json").read_bytes()
+    lines = order.answers[0].read_text().splitlines(keepends=True)
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(lines[1:]))
+    names = [path.name for path in order.out.iterdir() if path.is_file()]
+    before = [(order.out / name).read_bytes() for name in names]
+    assert {"run.json", "token_order.json"} <= set(names)
     with pytest.raises(UsageError, match="other settings"):
-        train(replace(order, recipe=replace(RECIPE, learning_rate=1e-3)))
-    assert (order.out / "run.json").read_bytes() == before
+        train(replace(order, answers=[fewer]))
+    assert [(order.out / name).read_bytes() for name in names] == before
 
 
 def test_without_held_out_texts_the_last_weights_are_kept(order):

@@ -15,7 +15,7 @@ import typer
 from dflash_mlx.cli import console
 from dflash_mlx.cli.chat import DTYPES, Dtype, Model, Thinking, parse_block_size
 from dflash_mlx.cli.console import option
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import DFlashError, UsageError
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.job import Group
@@ -112,7 +112,10 @@ def bench(
 
     prepare_blas()  # before anything below imports MLX
     from dflash_mlx.bench import contexts, job, play
+    from dflash_mlx.decode.sampling import SamplingParams
 
+    for temperature in temperatures:
+        SamplingParams(temperature)  # refused now, not behind the first group
     settings = play.Settings(max_tokens, repeats=repeats, cool_down=cool_down, thinking=thinking)
     lengths = tuple(contexts.lengths(context))
     loaded, wanted = _load(suite, prompts, data, samples)
@@ -125,10 +128,12 @@ def bench(
     for sentence in notes:
         console.say(sentence)
     player = play.Player(engine, _rival(engine) if against else None)
-    partial = _follow(job.run(player, groups))
-    found = job.document(engine, plan, loaded, groups, notes, partial)
+    failure = _follow(job.run(player, groups))
+    found = job.document(engine, plan, loaded, groups, notes, failure is not None)
     _show(found, as_json, not no_prefill, markdown, html)
-    if partial:
+    if isinstance(failure, DFlashError):
+        raise failure
+    if failure is not None:
         raise typer.Exit(console.INTERRUPTED)
 
 
@@ -211,14 +216,14 @@ def _rival(engine: Engine) -> MlxLm:
     return MlxLm(engine, read_target_config(engine.path))
 
 
-def _follow(running: Iterable[Group]) -> bool:
-    """Run to the end, telling each pair; whether Ctrl-C ended it early."""
+def _follow(running: Iterable[Group]) -> BaseException | None:
+    """Run, telling each pair; what ended it early, so that the pairs before it are shown."""
     try:
         for group in running:
             console.say(f"{group.label}: {len(group.pairs)} of {group.total}")
-    except KeyboardInterrupt:
-        return True
-    return False
+    except (KeyboardInterrupt, DFlashError) as failure:
+        return failure
+    return None
 
 
 def _show(

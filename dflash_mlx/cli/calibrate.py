@@ -41,7 +41,7 @@ def calibrate(
     console.show_rows(rows_of(costs.to_json()["measured"]), sys.stdout)
     if (head := costs.head) is not None:
         most = max(head.saved)
-        share = head.saved[most] / costs.measured[0].drafting
+        share = min(max(head.saved[most] / costs.measured[0].drafting, 0.0), 1.0)
         print(
             f"drafting {most} tokens with {head.reduced} of the head's {head.whole} rows saves "
             f"{share:.0%} of drafting"

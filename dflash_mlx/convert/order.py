@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from dflash_mlx.convert.plan import (
 from dflash_mlx.convert.quantize import noise_of
 from dflash_mlx.convert.source import open_folder, open_source
 from dflash_mlx.convert.write import Shard, sha256_of, write_index, write_json, write_shard
+from dflash_mlx.draft.head import ORDER_FILE
 from dflash_mlx.errors import DFlashError, SourceError, UsageError
 from dflash_mlx.loader import Checkpoint, Groups
 from dflash_mlx.weights import read_config, read_weights
@@ -163,6 +165,9 @@ def _write_weights(plan: Plan, folder: WorkFolder, progress: Progress) -> int:
         file = folder.path / DRAFTER / "config.json"
         write_json(file, read_config(plan.loads.drafter))
         folder.record(f"{DRAFTER}/config.json", sha256_of(file))
+        if (order := plan.loads.drafter / ORDER_FILE).is_file():
+            shutil.copyfile(order, folder.path / DRAFTER / ORDER_FILE)
+            folder.record(f"{DRAFTER}/{ORDER_FILE}", sha256_of(order))
     return resumed
 
 

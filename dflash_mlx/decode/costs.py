@@ -24,6 +24,8 @@ OUTLIER = 2.0
 PLAIN_TIMINGS, ENOUGH_TIMINGS = 9, 3
 #: they stand for contexts up to this factor away, and for this many steps to come
 NEARBY, LASTING = 1.25, 256
+#: steps without them, or with none near, before plain steps are asked for
+RECENT = 64
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,22 @@ class Refined:
         plain, *cycles = self._tables[key]
         return [plain, *(cost * self._ratio for cost in cycles)]
 
+    def stale(self, context: int) -> bool:
+        """Whether plain steps are due: where all steps are cycles, their times tell nothing."""
+        if self.frozen or self._since_plain <= RECENT:
+            return False
+        known = self._near(context) and len(self._plain) >= ENOUGH_TIMINGS
+        return not known or self._since_plain > LASTING
+
+    def _near(self, context: int) -> bool:
+        return self._plain_context / NEARBY <= context <= self._plain_context * NEARBY
+
     def timed(self, context: int, drafts: int, seconds: float, rows: int | None = None) -> None:
         """A step of this many drafts, with a head of this many rows, took so long."""
         if self.frozen:
             return
         expected = self.costs.plain(context)
-        near = self._plain_context / NEARBY <= context <= self._plain_context * NEARBY
+        near = self._near(context)
         self._since_plain += 1
         if not drafts:
             if not near or self._since_plain > LASTING:

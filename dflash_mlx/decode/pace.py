@@ -11,11 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from dflash_mlx.decode.costs import Refined
+from dflash_mlx.decode.costs import ENOUGH_TIMINGS, Refined
 from dflash_mlx.decode.policy import Choice, Head, Policy
 from dflash_mlx.decode.words import Words
 
 Trace = Callable[[str], None]
+
+#: the text's own rows of a reduced head are counted in steps of so many
+ROW_STEP = 256
 
 
 class Step(NamedTuple):
@@ -46,7 +49,7 @@ class Pace(Protocol):
         ...
 
     def timed(self, seconds: float) -> None:
-        """The step that landed last took so long, the reader's own time left out."""
+        """The step that landed last took so long; not told of steps that something else held up."""
         ...
 
 
@@ -83,21 +86,39 @@ class PolicyPace:
         self._costs = costs
         self._words = words
         self._trace = trace
-        self._asked: deque[tuple[int, Choice]] = deque()  # contexts and choices under way
-        self._last: tuple[int, Choice] | None = None  # of the step that landed last
+        # contexts, choices and rows of the draft head, of steps under way
+        self._asked: deque[tuple[int, Choice, int | None]] = deque()
+        self._last: tuple[int, Choice, int | None] | None = None  # of the step that landed last
+        self._plain_due = 0  # plain steps that are only there to be timed
 
     def next(self, context: int, limit: int) -> Step:
+        if not self._plain_due and self._costs.stale(context):
+            self._plain_due = ENOUGH_TIMINGS + 1  # the first one waits for what was under way
+        if self._plain_due:
+            self._plain_due -= 1
+            choice = Choice(0, 1.0, "timing")
+        else:
+            choice = self._policy.choose(self._heads(context), limit)
+        self._asked.append((context, choice, self._all_rows(choice.rows)))
+        return Step(choice.drafts, choice.rows)
+
+    def _heads(self, context: int) -> list[Head]:
         heads = [Head(self._costs.table(context))]
         if self._words is not None and self._costs.costs.head is not None:
             for rows in self._words.sizes:
-                costs, covered = self._costs.table(context, rows), self._words.covered(rows)
-                heads.append(Head(costs, rows, covered))
-        choice = self._policy.choose(heads, limit)
-        self._asked.append((context, choice))
-        return Step(choice.drafts, choice.rows)
+                costs = self._costs.table(context, self._all_rows(rows))
+                heads.append(Head(costs, rows, self._words.covered(rows)))
+        return heads
+
+    def _all_rows(self, rows: int | None) -> int | None:
+        """Of a draft head: the frequent tokens and those of the text besides."""
+        if rows is None or self._words is None:
+            return None
+        others = len(self._words.others(rows))
+        return rows + others - others % ROW_STEP
 
     def landed(self, accepted: int, emitted: int, outside: bool = False) -> None:
-        self._last = context, choice = self._asked.popleft()
+        self._last = context, choice, _ = self._asked.popleft()
         self._policy.record(choice, accepted, emitted, outside)
         if self._trace is None:
             return
@@ -120,5 +141,5 @@ class PolicyPace:
 
     def timed(self, seconds: float) -> None:
         assert self._last is not None
-        context, choice = self._last
-        self._costs.timed(context, choice.drafts, seconds, choice.rows)
+        context, choice, rows = self._last
+        self._costs.timed(context, choice.drafts, seconds, rows)

@@ -110,7 +110,7 @@ class Choice:
 
     drafts: int
     cost: float
-    reason: str  # "drafting", "look", "resting", "plain"
+    reason: str  # "drafting", "look", "resting", "plain", "timing"
     rows: int | None = None
 
 

@@ -30,6 +30,8 @@ CLEAR_CACHE_EVERY = 256
 NEVER_AGREED_CYCLES = 64
 #: rows whose features wait while drafting rests: the drafter reads its weights once for all
 MOST_WAITING = 32
+#: share of a step's time that a reader or another generation may take for it to count as timed
+MOST_HELD = 0.05
 
 Guard = Callable[[], AbstractContextManager[object]]
 MakePace = Callable[[SamplingParams, Words | None], Pace]
@@ -63,6 +65,8 @@ class Session:
         self._sick = False  # the drafter has produced NaN
         self._words: Words | None = None  # of the generation, where the draft head can be reduced
         self._head: ReducedHead | None = None  # the last one in use
+        #: seconds of the last generation that readers and other generations took
+        self.held = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -115,6 +119,7 @@ class Session:
             stats.engine_reason = "the drafter produced NaN earlier in this conversation"
         chooser = self._chooser(params)
         self._words = self._head = None
+        self.held = 0.0
         if (drafter := self._drafter) is not None and drafter.head_rows is not None:
             self._words = Words(drafter.head_rows.order)
             self._words.read(prompt)
@@ -231,11 +236,13 @@ class Session:
                     flight = self._launch(chooser, mx.array(tokens[-1:], mx.int32), left)
             shown = time.perf_counter()
             yield tokens
-            landed += time.perf_counter() - shown  # the reader's own time
             with self._guard():
+                # The reader's own time, and that of other generations: meanwhile the step went on.
+                held = time.perf_counter() - shown
                 tokens, flight = self._land(chooser, flight, tokens[-1], left, end_ids, stats)
             now = time.perf_counter()
-            if self._drafter is not None:
+            self.held += held
+            if self._drafter is not None and held <= MOST_HELD * (now - landed):
                 self._pace.timed(now - landed)
             landed = now
             self._meet(tokens)

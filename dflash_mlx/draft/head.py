@@ -21,7 +21,7 @@ ORDER_FILE = "token_order.json"
 
 
 class FrequentRows:
-    """Makes reduced heads of one whole head; the frequent tokens' rows are gathered once.
+    """Makes reduced heads of one whole head; the rows of the last size in use are kept.
 
     take: the projection of the tokens with these ids [R]. order: all ids, most frequent first.
     """
@@ -29,14 +29,14 @@ class FrequentRows:
     def __init__(self, take: Callable[[mx.array], Projection], order: np.ndarray) -> None:
         self.order = order
         self._take = take
-        self._frequent: dict[int, ReducedHead] = {}
+        self._frequent: ReducedHead | None = None
 
     def reduced(self, rows: int, others: Sequence[int] = ()) -> ReducedHead:
         """The head of the `rows` most frequent tokens and of `others`, which are none of them."""
-        if rows not in self._frequent:
+        frequent = self._frequent
+        if frequent is None or frequent.rows != rows:
             ids = mx.array(self.order[:rows].astype(np.int32))
-            self._frequent[rows] = ReducedHead(rows, ids, (self._take(ids),))
-        frequent = self._frequent[rows]
+            self._frequent = frequent = ReducedHead(rows, ids, (self._take(ids),))
         if not others:
             return frequent
         ids = mx.array(np.asarray(others, np.int32))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # This one comes first: it has to act before MLX is imported.
+from dflash_mlx import fast_blas  # noqa: F401
 
 # isort: split
 import mlx.core as mx
@@ -81,7 +82,6 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     task = _task(order, engine, config, stored, trained, held, start, work, voice)
     streams = order.streams or _streams()
     recipe = _within_memory(order, recipe, task, start, streams, voice)
-    save_token_order(order.out, trained)
     began = time.monotonic()
     trainer = Trainer(
         task,
@@ -93,7 +93,8 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     )
     if trainer.resumed:
         voice.say(f"Going on behind step {trainer.progress.step} of {trainer.steps}.")
-    # Behind the trainer, which refuses another run's folder: that one's file stays as it is.
+    # Behind the trainer, which refuses another run's folder: that one's files stay as they are.
+    save_token_order(order.out, trained)
     run = described_run(order, engine, task, recipe, start)
     write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
     progress = trainer.run()
