@@ -156,6 +156,20 @@ def test_steady_drafting_that_is_dearer_than_calibrated_is_found_out() -> None:
     assert tokens / seconds > 0.97
 
 
+def test_no_cycle_is_cheaper_than_a_plain_step() -> None:
+    """Whatever a loaded machine made of the calibration: else drafting would never lose."""
+    head = HeadCost(50_000, 8000, {1: 0.9, 7: 3.0})
+    costs = Costs((Measured(64, 1.0, {1: 0.7, 7: 1.2}, 1.5),), head)
+    refined = Refined(costs)
+    for _ in range(20):
+        refined.timed(64, 0, 1.0)
+        refined.timed(64, 7, 0.4)
+    for rows in (None, 2048, 8000):
+        for table in (costs.table(64, rows), refined.table(64, rows)):
+            assert table[0] == 1
+            assert min(table[1:]) > 1
+
+
 def test_frozen_costs_ask_for_no_plain_steps() -> None:
     costs = Refined(CHEAP, frozen=True)
     for _ in range(2 * LASTING):

@@ -26,6 +26,8 @@ PLAIN_TIMINGS, ENOUGH_TIMINGS = 9, 3
 NEARBY, LASTING = 1.25, 256
 #: steps without them, or with none near, before plain steps are asked for
 RECENT = 64
+#: plain steps that a cycle costs at least, whatever was measured: it is one, and drafts besides
+LEAST_CYCLE = 1.02
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Costs:
             if rows is not None and self.head is not None:
                 # What is saved is part of drafting, whatever the clock's noise says.
                 seconds -= min(self.head.saving(rows, drafts), measured.drafting)
-            found.append(seconds / measured.plain)
+            found.append(max(seconds / measured.plain, LEAST_CYCLE))
         return found
 
     @property
@@ -178,7 +180,7 @@ class Refined:
         if key not in self._tables:
             self._tables[key] = self.costs.table(*key)
         plain, *cycles = self._tables[key]
-        return [plain, *(cost * self._ratio for cost in cycles)]
+        return [plain, *(max(cost * self._ratio, LEAST_CYCLE) for cost in cycles)]
 
     def stale(self, context: int) -> bool:
         """Whether plain steps are due: where all steps are cycles, their times tell nothing."""
