@@ -89,11 +89,11 @@ def test_dflash_text_equals_plain_text(texts, goldens):
         histogram = text["accept_histogram"]
         assert sum(histogram) == text["cycles"]
         assert sum(a * n for a, n in enumerate(histogram)) == text["accepted"]
-    # Few, since the embedded drafter is small and most of these prompts are not what it learned.
-    assert sum(t["accepted"] for t in texts["dflash"]) >= 6
-    assert sum(t["cycles"] for t in texts["dflash"]) >= 80
+    # Measured 31 in 73; the bounds leave room for another machine's near-ties.
+    assert sum(t["accepted"] for t in texts["dflash"]) >= 25
+    assert sum(t["cycles"] for t in texts["dflash"]) >= 65
 
 
 def test_the_embedded_drafter_agrees_with_the_target(texts):
-    # Measured 1.39; with the taps in reverse order 1.11, as good as no agreement.
-    assert texts["learned"][0]["tokens_per_cycle"] > 1.3
+    # Measured 1.82 in 32 tokens; without agreement it is 1.
+    assert texts["learned"][0]["tokens_per_cycle"] > 1.6
