@@ -32,8 +32,10 @@ from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.card import model_card
 from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
 from dflash_mlx.train.curve import save_curve
-from dflash_mlx.train.export import save_token_order, write_text
+from dflash_mlx.train.export import save_token_order
 from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.files import write_text
+from dflash_mlx.train.folder import taken
 from dflash_mlx.train.memory import fitted
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
@@ -62,7 +64,11 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     voice = voice or Voice()
     if not (order.prompts or order.answers):
         raise UsageError("Nothing to train on. Give --prompts or --answers files.")
-    _make_folder(order.out)
+    with taken(order.out):
+        return _carry_out(order, voice)
+
+
+def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
     work = order.work or order.out / "work"
     engine = engines.load(order.target, draft=None, dtype=order.dtype, revision=order.revision)
     stored, start, why_mask = _drafter(order, engine)
@@ -245,13 +251,6 @@ def _task(
         held_features,
         described,
     )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be a folder for the drafter ({error}).") from None
 
 
 def _memory_limit(order: Order) -> int:
