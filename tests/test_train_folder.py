@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
+import signal
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from tiny_training import own_texts, write_answers, write_target
 
 import dflash_mlx
+from dflash_mlx.cli import main
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train.answer_file import AnswerFile, AnswerSettings
 from dflash_mlx.train.checkpoint import Progress, load_state, save_state
@@ -20,6 +25,8 @@ from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.export import save_drafter
 from dflash_mlx.train.files import write_text
 from dflash_mlx.train.folder import MARK, taken
+from dflash_mlx.train.interrupt import uninterrupted
+from dflash_mlx.train.naming import target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import train
@@ -186,3 +193,86 @@ def test_a_file_in_the_place_of_work_is_named(order, asked, tmp_path, online):
 def test_an_unusable_path_is_named(order):
     with pytest.raises(UsageError, match=r"/proc/none cannot be a folder \(.+\)"):
         train(replace(order, out=Path("/proc/none")))
+
+
+@pytest.mark.parametrize("option", ["--out", "--work"])
+def test_an_empty_path_is_not_the_current_folder(order, tmp_path, monkeypatch, capsys, option):
+    monkeypatch.chdir(tmp_path)
+    given = {"--out": "out", "--work": "work", option: ""}
+    arguments = ["train", order.target, "--answers", str(order.answers[0])]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, *(word for pair in given.items() for word in pair)])
+    assert stopped.value.code == 2
+    assert f"{option} is empty. Give a folder." in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_changed_in_place_have_another_name(order, tmp_path):
+    copied = tmp_path / "target"
+    shutil.copytree(order.target, copied)
+    local = replace(order, target=str(copied))
+    names = [target_name(local, dflash_mlx.load(str(copied), draft=None))]
+    (copied / "model.safetensors").touch()
+    names.append(target_name(local, dflash_mlx.load(str(copied), draft=None)))
+    weights = mx.load(str(copied / "model.safetensors"))
+    mx.eval(weights)
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
+    mx.save_safetensors(str(copied / "model.safetensors"), weights)
+    names.append(target_name(local, dflash_mlx.load(str(copied), draft=None)))
+    assert names[0] == names[1] != names[2]
+    assert all(name.startswith(f"{copied}@") for name in names)
+
+
+def test_names_of_pinned_weights_are_their_pins():
+    pinned = Order("SmolLM2-135M", Path("out"))
+    loaded = SimpleNamespace(model="SmolLM2-135M", revisions=(None, None), path=None)
+    assert target_name(pinned, loaded) == "SmolLM2-135M@b179c9523d0e6a0f"
+    assert target_name(pinned, SimpleNamespace(model="a/b", revisions=("c0", None))) == "a/b@c0"
+
+
+def test_a_signal_waits_for_the_end_of_a_section():
+    steps = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("whole")
+        steps.append("behind")
+    assert steps == ["whole"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "drafter"])
+def test_a_signal_in_a_step_leaves_the_state_of_a_whole_one(order, monkeypatch, where):
+    """The weights saved are those of the step counted, and a best τ has its drafter."""
+    from dflash_mlx.train import trainer
+
+    seen = {}
+
+    def interrupting(make):
+        def wrapped(*given):
+            if where == "drafter":  # τ is counted as the best one, its drafter not there yet
+                signal.raise_signal(signal.SIGINT)
+            seen["made"] = make(*given)
+            if where == "optimizer":  # its state is step 1's, weights and progress are step 0's
+                signal.raise_signal(signal.SIGINT)
+            return seen["made"]
+
+        return wrapped
+
+    owner, name = {
+        "optimizer": (trainer.optim.AdamW, "apply_gradients"),
+        "drafter": (trainer, "save_drafter"),
+    }[where]
+    monkeypatch.setattr(owner, name, interrupting(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt):
+        train(order)
+    parameters, optimizer, progress, _ = load_state(order.out)
+    assert progress.step == int(optimizer["step"]) == progress.place
+    if where == "optimizer":
+        ours, made = dict(tree_flatten(parameters)), dict(tree_flatten(seen["made"]))
+        assert progress.step == 1
+        assert all(mx.array_equal(ours[n], made[n]) for n in made)
+    else:
+        assert progress.history[-1]["step"] == progress.best_step == 2
+        assert (order.out / "model.safetensors").exists()
