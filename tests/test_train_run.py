@@ -291,13 +291,13 @@ def test_a_damaged_state_is_named(order):
 
 
 def test_damaged_features_are_named(order):
-    short = replace(order, recipe=replace(RECIPE, steps=2))
+    work = order.out / "work"
+    short = replace(order, recipe=replace(RECIPE, steps=2), work=work)
     train(short)
-    (order.out / "state.safetensors").unlink()
-    for shard in (order.out / "work" / "features").rglob("features-*.safetensors"):
+    for shard in (work / "features").rglob("features-*.safetensors"):
         shard.write_bytes(shard.read_bytes()[:-50])
     with pytest.raises(CheckpointError, match="cached features"):
-        train(short)
+        train(replace(short, out=order.out / "other"))
 
 
 @pytest.mark.parametrize(

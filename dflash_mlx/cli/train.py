@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A name that `chat` takes.")]
-Out = Annotated[Path, option("The folder of the drafter and of the run's state.", "--out")]
+# Folders as text: Path("") would be the current folder.
+Out = Annotated[
+    str, option("The folder of the drafter and of the run's state.", "--out", metavar="PATH")
+]
 Prompts = Annotated[
     list[Path] | None,
     option("JSONL of prompts that the target answers first; several times.", "--prompts"),
@@ -39,7 +42,10 @@ Init = Annotated[
     ),
 ]
 Work = Annotated[
-    Path | None, option("Where answers and features are kept; below --out without it.", "--work")
+    str | None,
+    option(
+        "Where answers and features are kept; below --out without it.", "--work", metavar="PATH"
+    ),
 ]
 Online = Annotated[
     bool, option("Compute features while training instead of storing them.", "--online")
@@ -180,7 +186,7 @@ def _order(given: dict[str, Any]) -> Order:
         del settings["block_size"]  # the recipe's own
     return Order(
         target=given["target"],
-        out=given["out"],
+        out=_folder("--out", given["out"]),
         recipe=Recipe(**{f.name: settings[f.name] for f in fields(Recipe) if f.name in settings}),
         shape=Shape(
             **shape,
@@ -191,7 +197,7 @@ def _order(given: dict[str, Any]) -> Order:
         prompts=given["prompts"] or (),
         answers=given["answers"] or (),
         init=given["init"],
-        work=given["work"],
+        work=None if given["work"] is None else _folder("--work", given["work"]),
         online=given["online"],
         cache_limit_gb=given["cache_limit"],
         cache_dtype=given["cache_dtype"],
@@ -204,6 +210,12 @@ def _order(given: dict[str, Any]) -> Order:
         revision=given["revision"],
         memory_gb=given["memory"],
     )
+
+
+def _folder(option_name: str, given: str) -> Path:
+    if not given.strip():
+        raise UsageError(f"{option_name} is empty. Give a folder.")
+    return Path(given)
 
 
 def _taps(given: str | None) -> int | tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from typing import Self
 
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train.corpus import Text, read_answers
+from dflash_mlx.train.files import make_folder, unwritable, write_text
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,19 @@ class AnswerFile:
     """Complete answers of one run, by name; each is on disk as soon as it is added.
 
     A torn last line, which a kill leaves, is dropped. UsageError for a file that was made with
-    other settings, or whose lines are malformed.
+    other settings, or whose lines are malformed, or that cannot be written.
     """
 
     def __init__(self, path: Path, settings: AnswerSettings, vocab_size: int) -> None:
         self.path = path
+        make_folder(path.parent)
         self._bind(settings)
-        path.touch()
-        _drop_torn_line(path)
+        try:
+            self._lines = path.open("ab", buffering=0)
+            _drop_torn_line(path)
+        except OSError as error:
+            raise unwritable(path, error) from None
         self.texts = {text.name: text for text in read_answers([path], vocab_size)}
-        self._lines = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
@@ -59,15 +63,29 @@ class AnswerFile:
         trace: TracebackType | None,
     ) -> None:
         self._lines.close()
+        if not self.texts:  # nothing that later settings would have to agree with
+            self.path.unlink(missing_ok=True)
+            self._beside.unlink(missing_ok=True)
 
     def add(self, text: Text) -> None:
-        self._lines.write(text.as_json() + "\n")
-        self._lines.flush()
+        """Write an answer's line; UsageError when it does not fit on the disk."""
+        line, size = text.as_json().encode() + b"\n", self.path.stat().st_size
+        try:
+            written = self._lines.write(line)
+            if written < len(line):  # the disk has become full; ask it for its reason
+                self._lines.write(line[written:])
+        except OSError as error:
+            os.truncate(self.path, size)
+            raise unwritable(self.path, error) from None
         self.texts[text.name] = text
+
+    @property
+    def _beside(self) -> Path:
+        return self.path.with_suffix(".settings.json")
 
     def _bind(self, settings: AnswerSettings) -> None:
         """Compare with the settings beside the file, or write them where there is none yet."""
-        beside = self.path.with_suffix(".settings.json")
+        beside = self._beside
         ours = asdict(settings)
         if beside.exists():
             try:
@@ -90,10 +108,7 @@ class AnswerFile:
                 f"{self.path} has answers, but {beside.name} is not beside it, so what made them "
                 "is not known. Use another file."
             )
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        partial = beside.with_suffix(".partial")
-        partial.write_text(json.dumps(ours, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, beside)
+        write_text(beside, json.dumps(ours, indent=2) + "\n")
 
 
 def _drop_torn_line(path: Path) -> None:

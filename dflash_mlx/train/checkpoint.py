@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.train.files import write_tensors
 
 _FORMAT = "1"
-_NAME = "state.safetensors"
+#: the file's name
+STATE = "state.safetensors"
 
 
 @dataclass
@@ -59,7 +60,10 @@ def _added(sums: list[int], more: list[int]) -> list[int]:
 def save_state(
     folder: Path, parameters: Any, optimizer_state: Any, progress: Progress, run: dict[str, Any]
 ) -> None:
-    """Write the state; an older one stays until the new one is complete on disk."""
+    """Write the state; an older one stays until the new one is complete on disk.
+
+    UsageError when it cannot be written.
+    """
     arrays = {f"parameters/{k}": v for k, v in tree_flatten(parameters)}
     arrays |= {f"optimizer/{k}": v for k, v in tree_flatten(optimizer_state)}
     described = {
@@ -67,11 +71,7 @@ def save_state(
         "progress": json.dumps(asdict(progress)),
         "run": json.dumps(run),
     }
-    partial = folder / f"partial-{_NAME}"
-    mx.save_safetensors(str(partial), arrays, described)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, folder / _NAME)
+    write_tensors(folder / STATE, arrays, described)
 
 
 def load_state(folder: Path) -> tuple[Any, Any, Progress, dict[str, Any]] | None:
@@ -79,7 +79,7 @@ def load_state(folder: Path) -> tuple[Any, Any, Progress, dict[str, Any]] | None
 
     CheckpointError for a file that is none of ours.
     """
-    file = folder / _NAME
+    file = folder / STATE
     if not file.exists():
         return None
     try:
@@ -91,8 +91,8 @@ def load_state(folder: Path) -> tuple[Any, Any, Progress, dict[str, Any]] | None
         run = json.loads(described["run"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{file} is no state of a training run that this version can read ({error}); delete "
-            "it to start that run again."
+            f"{file} is no state of a training run that this version can read ({error}); give "
+            "another folder to start that run again."
         ) from None
     trees = [
         tree_unflatten([(k.removeprefix(p), arrays[k]) for k in sorted(arrays) if k.startswith(p)])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.train.export import write_text
+from dflash_mlx.train.files import replacing, write_text
 
 
 def save_curve(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
@@ -35,6 +34,5 @@ def save_curve(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
     below.set_ylabel("training accuracy by row")
     below.set_xlabel("step")
     below.legend(title="row", ncols=4, fontsize="small")
-    partial = folder / "partial-curve.png"
-    figure.savefig(partial, dpi=110, format="png")
-    os.replace(partial, folder / "curve.png")
+    with replacing(folder / "curve.png") as partial:
+        figure.savefig(partial, dpi=110, format="png")

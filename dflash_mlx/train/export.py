@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from dflash_mlx.draft.dflash2 import DFlash2Drafter
 from dflash_mlx.draft.head import ORDER_FILE
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.files import make_folder, write_tensors, write_text
 from dflash_mlx.train.start import new_model
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
@@ -25,11 +25,9 @@ _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
 def save_drafter(folder: Path, config: Mapping[str, Any], parameters: Any) -> None:
     """Write config.json and bfloat16 weights; each file is the old one or the new one, whole."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     weights = {name: array.astype(mx.bfloat16) for name, array in tree_flatten(parameters)}
-    partial = folder / f"partial-{_WEIGHTS}"
-    mx.save_safetensors(str(partial), weights, {"format": "pt"})
-    os.replace(partial, folder / _WEIGHTS)
+    write_tensors(folder / _WEIGHTS, weights, {"format": "pt"})
     write_text(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
 
 
@@ -41,13 +39,6 @@ def save_token_order(folder: Path, texts: Iterable[Text]) -> None:
     counts = Counter(token for text in texts for token in text.ids)
     order = sorted(counts, key=lambda token: (-counts[token], token))
     write_text(folder / ORDER_FILE, json.dumps({"order": order}, separators=(",", ":")) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """Replace a text file in one step."""
-    partial = file.with_name(f"partial-{file.name}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
 
 
 def as_drafter(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment, packed, spans
 from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.files import make_folder, write_tensors
 
 #: tokens of one forward pass of the target
 PASS_ROWS = 1024
@@ -92,7 +92,7 @@ class FeatureCache:
         self.folder = folder / spec.key()
         self.spec = spec
         self._where: dict[str, Path] = {}  # a text's key -> its shard
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         for shard in sorted(self.folder.glob("features-*.safetensors")):
             for name in _open(shard):
                 if name.endswith(".features"):
@@ -129,9 +129,7 @@ class FeatureCache:
                 arrays[f"{key}.ids"], arrays[f"{key}.logprobs"] = seen.ids, seen.logprobs
         name = hashlib.sha256("".join(sorted(arrays)).encode()).hexdigest()[:12]
         shard = self.folder / f"features-{name}.safetensors"
-        partial = self.folder / f"partial-{name}.safetensors"
-        mx.save_safetensors(str(partial), arrays)
-        os.replace(partial, shard)
+        write_tensors(shard, arrays)
         self._where |= dict.fromkeys(map(_key, texts), shard)
 
     def read(self, text: Text) -> Seen:

@@ -32,9 +32,12 @@ from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.card import model_card
 from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
 from dflash_mlx.train.curve import save_curve
-from dflash_mlx.train.export import save_token_order, write_text
+from dflash_mlx.train.export import save_token_order
 from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.files import write_text
+from dflash_mlx.train.folder import taken
 from dflash_mlx.train.memory import fitted
+from dflash_mlx.train.naming import target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
@@ -62,7 +65,11 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     voice = voice or Voice()
     if not (order.prompts or order.answers):
         raise UsageError("Nothing to train on. Give --prompts or --answers files.")
-    _make_folder(order.out)
+    with taken(order.out):
+        return _carry_out(order, voice)
+
+
+def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
     work = order.work or order.out / "work"
     engine = engines.load(order.target, draft=None, dtype=order.dtype, revision=order.revision)
     stored, start, why_mask = _drafter(order, engine)
@@ -70,7 +77,8 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     recipe = replace(order.recipe, block_size=config.block_size)
     check_fit(config, engine.target)
     voice.say(_introduction(engine, config, start, why_mask))
-    texts = _texts(order, engine, work, voice)
+    name = target_name(order, engine)
+    texts = _texts(order, engine, name, work, voice)
     texts, short = usable(texts, min(recipe.max_length, engine.target.context_length))
     if short:
         voice.say(f"{short} texts are too short to train on, or longer than --max-length alone.")
@@ -79,7 +87,7 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     trained, held = split(texts, recipe.held_out)
     if len(held) < recipe.held_out:
         voice.say(f"{len(held)} texts are held out, not {recipe.held_out}: a quarter at most.")
-    task = _task(order, engine, config, stored, trained, held, start, work, voice)
+    task = _task(order, engine, name, config, stored, trained, held, start, work, voice)
     streams = order.streams or _streams()
     recipe = _within_memory(order, recipe, task, start, streams, voice)
     began = time.monotonic()
@@ -155,7 +163,7 @@ def _introduction(engine: Engine, config: DFlashConfig, start: Start, why_mask: 
     )
 
 
-def _texts(order: Order, engine: Engine, work: Path, voice: Voice) -> list[Text]:
+def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) -> list[Text]:
     """Answers given, and those the target gives to the prompts."""
     texts = read_answers(order.answers, engine.target.vocab_size)
     if order.prompts:
@@ -165,7 +173,7 @@ def _texts(order: Order, engine: Engine, work: Path, voice: Voice) -> list[Text]
             read_prompts(order.prompts),
             work / "answers.jsonl",
             AnswerSettings(
-                _name(engine),
+                name,
                 order.temperature,
                 order.max_answer,
                 order.recipe.seed,
@@ -184,14 +192,10 @@ def _texts(order: Order, engine: Engine, work: Path, voice: Voice) -> list[Text]
     return texts
 
 
-def _name(engine: Engine) -> str:
-    """The target as files of a run name it."""
-    return f"{engine.model}@{engine.revisions[0] or 'local'}"
-
-
 def _task(
     order: Order,
     engine: Engine,
+    name: str,
     config: DFlashConfig,
     stored: Mapping[str, Any],
     trained: list[Text],
@@ -201,7 +205,6 @@ def _task(
     voice: Voice,
 ) -> Task:
     target, taps = engine.target, config.target_layer_ids
-    name = _name(engine)
     own = dtype_name(target.dtype)
     spec = FeatureSpec(name, taps, order.top_k, order.cache_dtype)
     # What is held out is measured as generation sees it: features of the target's own type.
@@ -245,13 +248,6 @@ def _task(
         held_features,
         described,
     )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be a folder for the drafter ({error}).") from None
 
 
 def _memory_limit(order: Order) -> int:

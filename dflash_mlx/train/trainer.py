@@ -23,6 +23,7 @@ from dflash_mlx.train.checkpoint import Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.export import as_drafter, save_drafter
 from dflash_mlx.train.features import Seen
+from dflash_mlx.train.interrupt import uninterrupted
 from dflash_mlx.train.loss import HeadSubset, position_weights
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import Replay, joined, replay_sets
@@ -169,7 +170,10 @@ class Trainer:
             works = self._works()
         if progress.step % self.recipe.measure_every == 0 and not self._measured():
             self._measure()
-        self._count(self._step(works[progress.place], progress.epoch))
+        grads, result = self._gradients(works[progress.place], progress.epoch)
+        with uninterrupted():  # weights, optimizer and progress belong to one step
+            self._apply(grads)
+            self._count(result)
         if progress.step % self.recipe.measure_every == 0:
             self._measure()
         elif progress.step % self._look_every == 0:
@@ -189,7 +193,7 @@ class Trainer:
             bool(history) and history[-1]["step"] == self.progress.step
         )
 
-    def _step(self, works: Sequence[Work], epoch: int) -> StepResult:
+    def _gradients(self, works: Sequence[Work], epoch: int) -> tuple[Any, StepResult]:
         head = self._head_of(epoch)
         objective = self._objective(head)
         built = [self._pass(part, head) for part in passes(works, self.recipe.pass_blocks)]
@@ -202,12 +206,13 @@ class Trainer:
         grads, _ = optim.clip_grad_norm(grads, self.recipe.clip)
         # A transposed gradient would give weights a layout that a saved state does not keep, and
         # matmul rounds otherwise for it.
-        grads = tree_map(mx.contiguous, grads)
+        return tree_map(mx.contiguous, grads), result
+
+    def _apply(self, grads: Any) -> None:
         rate = learning_rate(self.recipe, self.progress.step, self.steps)
         self.optimizer.learning_rate = rate
         self.parameters = self.optimizer.apply_gradients(grads, self.parameters)
         mx.eval(self.parameters, self.optimizer.state)
-        return result
 
     def _objective(self, head: HeadSubset) -> Objective:
         task, recipe = self.task, self.recipe
@@ -239,6 +244,12 @@ class Trainer:
     def _measure(self) -> None:
         """Measure on held-out text, keep the drafter if it is the best, and save the state."""
         sets = self._replayed() if self.task.held_out else {}
+        with uninterrupted():  # a best τ without its drafter would never be made good
+            report = self._keep(sets)
+        self._report(report)
+        mx.clear_cache()
+
+    def _keep(self, sets: Mapping[str, Replay]) -> Report:
         whole = joined(sets)
         tau = whole.tokens_per_cycle
         progress = self.progress
@@ -258,8 +269,7 @@ class Trainer:
         progress.history.append(entry)
         progress.clear()
         self.save()
-        self._report(report)
-        mx.clear_cache()
+        return report
 
     def _replayed(self) -> dict[str, Replay]:
         task = self.task

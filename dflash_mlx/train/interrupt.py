@@ -1,0 +1,37 @@
+"""Sections that a signal must not tear apart: it is delivered behind them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C, and other signals that a Python function handles, wait for the end of the section.
+
+    A section that fails ends the run by its error instead.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread only
+        return
+    waiting: list[int] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        waiting.append(number)
+
+    handled = {s: handler for s in _SIGNALS if callable(handler := signal.getsignal(s))}
+    try:
+        for number in handled:
+            signal.signal(number, wait)
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+    for number in waiting:
+        signal.raise_signal(number)

