@@ -188,6 +188,27 @@ def test_faults_of_a_data_set_are_named(name: str, text: str, message: str, tmp_
         load(name.partition(".")[0], 9, str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("suite", "column", "values"),
+    [
+        ("gsm8k", "question", [None, 3, " ", "half \ud800"]),
+        ("longbench", "input", [None, 3, "\ud800"]),
+        ("longbench", "context", [None, ""]),
+        ("alpaca", "input", [None, {"a": 1}, ["a"], "\ud800"]),
+        ("livecodebench", "starter_code", [None, {"a": 1}]),
+        ("mt-bench", "turns", [None, "a", [], [None], [["a"]], [" "], ["\ud800"]]),
+        ("gpqa", "Incorrect Answer 2", [None, 3]),
+    ],
+)
+def test_columns_of_another_type_are_no_prompts(
+    suite: str, column: str, values: list, tmp_path: Path
+) -> None:
+    for value in values:
+        (tmp_path / "f.jsonl").write_text(json.dumps(ROWS[suite][0] | {column: value}))
+        with pytest.raises(UsageError, match=f"f.jsonl line 1 has no text .* '{column}'"):
+            questions._worded(suite, SUITES[suite], tmp_path / "f.jsonl")
+
+
 def test_an_archive_without_its_members_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "longbench.zip", "w") as archive:
         archive.writestr("data/other.jsonl", "{}")

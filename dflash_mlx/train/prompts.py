@@ -80,7 +80,7 @@ def _conversation(row: Mapping[str, Any], where: str) -> tuple[list[Message], li
     if given == ["messages"]:
         return _messages(row["messages"], where), []
     turns = [row["prompt"]] if given == ["prompt"] else row["turns"]
-    if not isinstance(turns, list) or not turns or not all(_is_text(t) for t in turns):
+    if not isinstance(turns, list) or not turns or not all(is_text(t) for t in turns):
         raise UsageError(
             f"{where} has {given[0]} that is {_shown(row[given[0]])}. "
             "Give text, a list of it for turns, and none of it empty."
@@ -104,7 +104,7 @@ def _messages(given: Any, where: str) -> list[Message]:
     messages = [dict(m) for m in given]
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages or messages[-1]["role"] != "user" or not _is_text(messages[-1]["content"]):
+    if not messages or messages[-1]["role"] != "user" or not is_text(messages[-1]["content"]):
         raise UsageError(
             f"{where} has no message of the user to answer at its end. "
             "End with one, or with the answer to one."
@@ -112,7 +112,7 @@ def _messages(given: Any, where: str) -> list[Message]:
     return messages
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Whether it is a string with something in it that can be encoded."""
     if not isinstance(value, str) or not value.strip():
         return False
@@ -125,7 +125,7 @@ def _is_text(value: Any) -> bool:
 
 def _name(row: Mapping[str, Any], where: str) -> str | None:
     name = row.get("id")
-    if name is None or _is_text(name):
+    if name is None or is_text(name):
         return name
     if isinstance(name, int) and not isinstance(name, bool):
         return str(name)
