@@ -15,6 +15,7 @@ import typer
 from dflash_mlx.cli import console
 from dflash_mlx.cli.chat import DTYPES, Dtype, Model, Thinking, parse_block_size
 from dflash_mlx.cli.console import option
+from dflash_mlx.cli.options import check_place
 from dflash_mlx.errors import DFlashError, UsageError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def bench(
     temperatures = _temperatures(temp)
     reports = {"--markdown": markdown, "--html": html}
     for name, file in reports.items():
-        _check_place(name, file)
+        check_place(name, file)
     _check_distinct(reports, {"--prompts": prompts})
     from dflash_mlx.machine import prepare_blas
 
@@ -184,19 +185,6 @@ def _temperatures(given: str) -> tuple[float, ...]:
     if len(set(found)) < len(found):
         raise UsageError(f"--temp {given} names a temperature twice. Name each once.")
     return tuple(found)
-
-
-def _check_place(name: str, file: Path | None) -> None:
-    """A report that cannot be kept is refused before hours of measuring, not after."""
-    if file is None:
-        return
-    if file.is_dir() or not file.parent.is_dir():
-        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        why = "writing there is not permitted"
-    else:
-        return
-    raise UsageError(f"{name} cannot write {file}: {why}. Name another file.")
 
 
 def _check_distinct(reports: dict[str, Path | None], read: dict[str, Path | None]) -> None:
