@@ -100,7 +100,7 @@ def checked_block_size(block_size: int | Literal["auto"] | None, drafter: Drafte
         return 1
     if block_size in (None, "auto"):
         return drafter.block_size
-    if not isinstance(block_size, int) or not 1 <= block_size <= drafter.block_size:
+    if type(block_size) is not int or not 1 <= block_size <= drafter.block_size:
         raise UsageError(
             f"Block size {block_size} does not fit this drafter, which was trained for blocks of "
             f"{drafter.block_size}. Give 1 (plain decoding) to {drafter.block_size}."

@@ -272,6 +272,15 @@ def test_a_prompts_file_is_read_whole_and_as_training_reads_it(tmp_path: Path) -
     assert found[1].prompt == talk[:2]
 
 
+def test_equal_prompts_of_a_file_are_all_run(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "x", "id": "i"}\n{"prompt": "y"}\n' + '{"prompt": "x"}\n' * 2)
+    found = from_file(file).questions
+    assert [q.prompt for q in found] == ["x", "y", "x", "x"]
+    names = [q.name for q in found]
+    assert [names[0], *names[2:]] == ["i", "i (2)", "i (3)"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
