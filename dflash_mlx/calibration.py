@@ -89,7 +89,7 @@ def costs_of(
 def _read(file: Path) -> Costs | None:
     try:
         return Costs.from_json(json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, CheckpointError):
+    except (OSError, ValueError, RecursionError, OverflowError, CheckpointError):
         return None  # nothing of a person's: it is measured again
 
 

@@ -100,9 +100,30 @@ def checked_block_size(block_size: int | Literal["auto"] | None, drafter: Drafte
         return 1
     if block_size in (None, "auto"):
         return drafter.block_size
-    if not isinstance(block_size, int) or not 1 <= block_size <= drafter.block_size:
+    if type(block_size) is not int or not 1 <= block_size <= drafter.block_size:
         raise UsageError(
             f"Block size {block_size} does not fit this drafter, which was trained for blocks of "
             f"{drafter.block_size}. Give 1 (plain decoding) to {drafter.block_size}."
         )
     return block_size
+
+
+def check_loading(
+    name: str, draft: str | None, draft_bits: int | None, block_size: int | Literal["auto"] | None
+) -> None:
+    """UsageError for what of `engine.load` is wrong by itself, before anything is fetched."""
+    for what, given in (("model's", name), ("drafter's", "" if draft is None else draft)):
+        if not isinstance(given, str):
+            raise UsageError(
+                f"The {what} name is {given!r:.80}. Give a hub id or a folder as text."
+            )
+    if block_size not in (None, "auto") and type(block_size) is not int:
+        raise UsageError(f"block_size is {block_size!r:.80}. Give a whole number, 'auto' or None.")
+    if draft_bits not in (None, 4, 8):
+        raise UsageError(f"draft_bits is {draft_bits!r}. Drafters are quantized to 4 or 8 bits.")
+    if draft is None and (draft_bits or block_size not in (None, 1, "auto")):
+        raise UsageError(
+            "Block size and draft bits need a drafter. Leave them out to decode plainly."
+        )
+    if draft is not None and not draft.strip():
+        raise UsageError("The drafter's name is empty. Give a hub id or a folder.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import Drafter
-from dflash_mlx.drafting import Drafting, checked_block_size, choose_drafter
+from dflash_mlx.drafting import Drafting, check_loading, checked_block_size, choose_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.generate import Chunk, Completion, Transcript, answer
 from dflash_mlx.hub.request import say
@@ -93,6 +94,7 @@ class Engine:
             )
         self._versions = versions()  # reading them takes milliseconds
         self._lock = threading.RLock()
+        self._process = os.getpid()
         # MLX's default streams belong to their thread; this one serves whichever thread calls.
         self._stream = mx.new_thread_unsafe_stream(mx.default_device())
         self._pacing = Pacing(
@@ -112,8 +114,17 @@ class Engine:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
+        self._refuse_fork()
         with self._lock, mx.stream(self._stream):
             yield
+
+    def _refuse_fork(self) -> None:
+        """UsageError in a forked process: without MLX's threads it would wait forever."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"This engine belongs to another process ({self._process}), of which this one is a "
+                "copy. Load one in each process."
+            )
 
     def stream(
         self,
@@ -176,6 +187,7 @@ class Engine:
                 f"{self.model} runs without a drafter here ({self.reason}), so there is nothing to "
                 "calibrate. Name a drafter with --draft."
             )
+        self._refuse_fork()
         with self._lock:
             return self._pacing.costs(seconds, anew=anew)
 
@@ -190,7 +202,9 @@ class Engine:
             self.free(session)
 
     def free(self, session: Session) -> None:
-        """Drop a session's caches and give their memory back."""
+        """Drop a session's caches and give their memory back; of another process's nothing."""
+        if os.getpid() != self._process:
+            return
         with self._guard():
             session.reset()
             mx.clear_cache()
@@ -333,14 +347,7 @@ def load(
     exact: greedy text equals plain decoding's on a GPU, too; see models.exact.
     Raises DFlashError with a sentence to show.
     """
-    if draft_bits not in (None, 4, 8):
-        raise UsageError(f"draft_bits is {draft_bits!r}. Drafters are quantized to 4 or 8 bits.")
-    if draft is None and (draft_bits or block_size not in (None, 1, "auto")):
-        raise UsageError(
-            "Block size and draft bits need a drafter. Leave them out to decode plainly."
-        )
-    if draft is not None and not draft.strip():
-        raise UsageError("The drafter's name is empty. Give a hub id or a folder.")
+    check_loading(name, draft, draft_bits, block_size)
     given = draft if draft not in (None, "auto") else None
     found = registry.load_registry().resolve(name, drafter=given)
     wanted = revision or found.target_revision

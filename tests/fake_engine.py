@@ -24,6 +24,9 @@ WARNING = "DFlash was slower here."
 class FakeEngine:
     """Records how it was loaded and what it was asked."""
 
+    automatic = False
+    reason = "no drafter is known"
+
     def __init__(self, name: str, **options: Any) -> None:
         self.loaded = {"name": name, **options}
         self.asked: list[tuple[str, dict[str, Any]]] = []

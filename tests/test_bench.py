@@ -123,3 +123,12 @@ def test_repetition_is_counted_over_all_copies() -> None:
     assert not measure.degenerate([1] * 10)  # too short to tell
     assert compare.first_difference([1, 2], [1, 2, 3]) == 2
     assert compare.first_difference([1, 2], [1, 2]) is None
+
+
+def test_names_cannot_end_a_cell_of_the_markdown() -> None:
+    numbers = measure.summarise([pair()])
+    sources = {"a|b\nc": {"source": "a|b\nc.jsonl", "revision": None}}
+    shown = document(pair(), suites={"a|b\nc": numbers}, settings={"sources": sources})
+    lines = report.markdown(shown).splitlines()
+    assert r"|  | a\|b c | all |" in lines
+    assert r"| prompts of a\|b c | a\|b c.jsonl |" in lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import zipfile
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,6 @@ def content(suite: str, records: list[dict]) -> bytes:
     file = SUITES[suite].file
     lines = "".join(json.dumps(record) + "\n" for record in records)
     if file.endswith(".parquet"):
-        from io import BytesIO
-
         import pyarrow
         from pyarrow import parquet
 
@@ -76,8 +75,6 @@ def content(suite: str, records: list[dict]) -> bytes:
         writer.writerows(records)
         return text.getvalue().encode()
     if file.endswith(".zip"):
-        from io import BytesIO
-
         out = BytesIO()
         with zipfile.ZipFile(out, "w") as archive:
             for member in SUITES[suite].members:
@@ -176,6 +173,8 @@ def test_data_sets_of_a_folder(tmp_path: Path) -> None:
         ("math500.jsonl", '{"problem"', "line 1 is no JSON"),
         ("math500.jsonl", "\n", "has no rows"),
         ("math500.json", "{}", "cannot be read .no JSON list"),
+        ("math500.json", "[" * 100_000, "cannot be read .it is nested too deeply"),
+        ("math500.json", "[" + "9" * 5000, "cannot be read .*limit .* digits"),
         ("math500.json", "[1]", "row 1 is no JSON object"),
         ("math500.csv", "a,b\n1,2\n", "row 1 has no text in the column 'problem'"),
         ("math500.parquet", "PAR", "cannot be read"),
@@ -188,11 +187,58 @@ def test_faults_of_a_data_set_are_named(name: str, text: str, message: str, tmp_
         load(name.partition(".")[0], 9, str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("suite", "column", "values"),
+    [
+        ("gsm8k", "question", [None, 3, " ", "half \ud800"]),
+        ("longbench", "input", [None, 3, "\ud800"]),
+        ("longbench", "context", [None, ""]),
+        ("alpaca", "input", [None, {"a": 1}, ["a"], "\ud800"]),
+        ("livecodebench", "starter_code", [None, {"a": 1}]),
+        ("mt-bench", "turns", [None, "a", [], [None], [["a"]], [" "], ["\ud800"]]),
+        ("gpqa", "Incorrect Answer 2", [None, 3]),
+    ],
+)
+def test_columns_of_another_type_are_no_prompts(
+    suite: str, column: str, values: list, tmp_path: Path
+) -> None:
+    for value in values:
+        (tmp_path / "f.jsonl").write_text(json.dumps(ROWS[suite][0] | {column: value}))
+        with pytest.raises(UsageError, match=f"f.jsonl line 1 has no text .* '{column}'"):
+            questions._worded(suite, SUITES[suite], tmp_path / "f.jsonl")
+
+
 def test_an_archive_without_its_members_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "longbench.zip", "w") as archive:
         archive.writestr("data/other.jsonl", "{}")
     with pytest.raises(UsageError, match=r"has no file data/gov_report\.jsonl"):
         load("longbench", 9, str(tmp_path))
+
+
+def test_damaged_archives_are_named(tmp_path: Path) -> None:
+    def patched(find: bytes, offset: int, new: bytes, central: int | None, **options) -> bytes:
+        out = BytesIO()
+        with zipfile.ZipFile(out, "w", **options) as archive:
+            for member in SUITES["longbench"].members:
+                archive.writestr(member, json.dumps(ROWS["longbench"][0]))
+        found = bytearray(out.getvalue())
+        places = [(found.index(find), offset)]
+        if central is not None:
+            places.append((found.index(b"PK\1\2"), central))
+        for start, at in places:
+            found[start + at : start + at + len(new)] = new
+        return bytes(found)
+
+    deflated = {"compression": zipfile.ZIP_DEFLATED}
+    for content in (
+        patched(b"A report", 0, b"B", None),  # another checksum
+        patched(b"gov_report.jsonl", 16, b"\xff" * 8, None, **deflated),
+        patched(b"PK\3\4", 6, b"\1", 8),  # encrypted
+        patched(b"PK\3\4", 8, b"\x63", 10),  # an unknown method
+    ):
+        (tmp_path / "longbench.zip").write_bytes(content)
+        with pytest.raises(UsageError, match=r"longbench\.zip.*cannot be read"):
+            load("longbench", 9, str(tmp_path))
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
@@ -224,6 +270,15 @@ def test_a_prompts_file_is_read_whole_and_as_training_reads_it(tmp_path: Path) -
     assert len(found) == 32
     assert (found[0].name, found[0].prompt) == ("t", "b")
     assert found[1].prompt == talk[:2]
+
+
+def test_equal_prompts_of_a_file_are_all_run(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "x", "id": "i"}\n{"prompt": "y"}\n' + '{"prompt": "x"}\n' * 2)
+    found = from_file(file).questions
+    assert [q.prompt for q in found] == ["x", "y", "x", "x"]
+    names = [q.name for q in found]
+    assert [names[0], *names[2:]] == ["i", "i (2)", "i (3)"]
 
 
 @pytest.mark.parametrize(

@@ -201,13 +201,19 @@ def test_an_interrupted_run_shows_what_is_done(tiny, monkeypatch, capsys, tmp_pa
     ]
 
 
-def test_a_run_interrupted_at_once_says_so(tiny, monkeypatch, capsys) -> None:
+def test_a_run_interrupted_at_once_says_so(tiny, monkeypatch, capsys, tmp_path: Path) -> None:
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Player, "_pair", stop)
-    assert bench("--samples", "1", "--max-tokens", "4", "--json") == 130
-    found = json.loads(capsys.readouterr().out)
+    (old := tmp_path / "r.md").write_text("an earlier report")
+    arguments = ["--samples", "1", "--max-tokens", "4", "--json", "--markdown", str(old)]
+    assert bench(*arguments, "--html", str(tmp_path / "r.html")) == 130
+    out, err = capsys.readouterr()
+    assert "Nothing was measured, so no report is written." in err
+    assert [file.name for file in tmp_path.iterdir()] == ["r.md"]
+    assert old.read_text() == "an earlier report"
+    found = json.loads(out)
     assert found["partial"]
     assert found["suites"] == {}
     assert found["summary"]["refused"] == "nothing was measured"
@@ -240,6 +246,8 @@ def test_a_run_interrupted_at_once_says_so(tiny, monkeypatch, capsys) -> None:
         ("--markdown /tmp", "it is a folder"),
         ("--block-size many", "--block-size is 'many'"),
         ("--cool-down -1", "--cool-down is -1"),
+        ("--cool-down 1e300", "--cool-down is 1e+300"),
+        ("--context " + "9" * 5000, "--context has '999"),
     ],
 )
 def test_bad_requests_are_refused(tiny, capsys, arguments: str, message: str) -> None:
@@ -252,6 +260,19 @@ def test_places_are_checked_before_the_model_is_loaded(monkeypatch, tmp_path: Pa
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root
     assert bench("--html", str(tmp_path / "r.html")) == 2
     assert "writing there is not permitted" in capsys.readouterr().err
+
+
+def test_a_report_replaces_nothing_that_is_read(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(engine, "load", lambda *a, **k: pytest.fail("it was loaded"))
+    (file := tmp_path / "gsm8k.jsonl").write_text('{"prompt": "a", "question": "b"}\n')
+    (link := tmp_path / "link").symlink_to(file)
+    for arguments, message in (
+        (["--markdown", "r", "--html", "./r"], "--html would replace r, the file of --markdown."),
+        (["--prompts", str(file), "--html", str(link)], "the file of --prompts."),
+        (["--data", str(tmp_path), "--markdown", str(link)], "the file of --data for gsm8k."),
+    ):
+        assert bench(*arguments) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_full_disk_does_not_take_the_numbers(monkeypatch, tmp_path: Path, capsys, whole) -> None:

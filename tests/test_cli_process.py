@@ -10,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
+
+from dflash_mlx import cli, engine
+from dflash_mlx.cli.chat import _trace_writer
+from dflash_mlx.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -115,3 +120,71 @@ def test_without_a_standard_output_nothing_is_said() -> None:
         text=True,
     )
     assert (closed.returncode, closed.stderr) == (0, "")
+
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+
+
+@needs_full
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [FAKE, "chat", "m", "hi"],
+        [FAKE, "chat", "m", "hi", "--json"],
+        ["-m", "dflash_mlx", "models"],
+    ],
+)
+def test_a_full_output_is_one_sentence(arguments: list[str]) -> None:
+    with FULL.open("w") as out:
+        ended = subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    *others, last = ended.stderr.splitlines()
+    sentence = "Standard output cannot be written (No space left on device). Send it elsewhere."
+    assert (ended.returncode, last) == (2, f"dflash-mlx: {sentence}")
+    assert not [line for line in others if not line.startswith("warning: ")]
+
+
+def test_another_error_of_the_system_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "elsewhere")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(OSError, match="elsewhere"):
+        cli.main(["models"])
+
+
+def test_a_trace_is_opened_by_its_first_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (file := tmp_path / "trace").write_text("old")
+    monkeypatch.setattr(engine, "load", FakeEngine)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["chat", "m", "hi", "--trace", str(file)])
+    assert (ended.value.code, file.read_text()) == (0, "old")
+    assert (
+        "There is nothing to trace: decoding is plain (no drafter is kn" in capsys.readouterr()[1]
+    )
+    write = _trace_writer(file)
+    assert write is not None
+    write("a")
+    write("b")
+    assert file.read_text() == "a\nb\n"
+    with pytest.raises(UsageError, match=r"--trace cannot write .*: it is a folder"):
+        _trace_writer(tmp_path)
+
+
+@needs_full
+def test_a_trace_that_fails_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    write = _trace_writer(FULL)
+    assert write is not None
+    write("a")
+    write("b")
+    said = "The trace cannot be written to /dev/full any more (No space left on device).\n"
+    assert capsys.readouterr().err == said

@@ -99,6 +99,23 @@ def test_options_of_a_drafter_need_one(target: Path, options: dict[str, int]) ->
         engine.load(str(target), draft=None, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (None, {}, r"^The model's name is None\. Give"),
+        (3, {}, r"^The model's name is 3\. Give"),
+        ("m", {"draft": 3}, r"^The drafter's name is 3\. Give"),
+        ("m", {"draft": False}, r"^The drafter's name is False\. Give"),
+        ("m", {"block_size": True}, r"^block_size is True\. Give a whole number"),
+        ("m", {"block_size": 2.0}, r"^block_size is 2\.0\. Give a whole number"),
+        ("m", {"block_size": [4]}, r"^block_size is \[4\]\. Give a whole number"),
+    ],
+)
+def test_arguments_of_another_type(name: object, options: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine.load(name, **options)
+
+
 def test_draft_bits_quantize_the_drafter(target: Path, drafter: Path) -> None:
     loaded = engine.load(
         str(target), draft=str(drafter), draft_bits=4, dtype="float32", block_size=None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import select
+import signal
 import threading
 import time
 
@@ -12,6 +15,8 @@ from engine_fixtures import PROMPT, N
 from oracle import plain_greedy
 from tiny import tiny_target
 from tiny_engine import VOCAB, oracle_for, tiny_engine
+
+from dflash_mlx.errors import UsageError
 
 
 def test_any_thread_twice(dflash, truth):
@@ -173,3 +178,33 @@ def test_engines_in_threads_of_their_own(target, tmp_path, truth):
     for thread in threads:
         thread.join()
     assert all(texts == [truth[:12]] * 3 for texts in results.values())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_is_refused(dflash, truth) -> None:
+    """A copy has none of MLX's threads: it may not wait for them, and not spoil the original."""
+    dflash.drafter.proposes = 0
+    begun = dflash.stream(PROMPT, max_tokens=N)
+    ids = list(next(begun).token_ids)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for use in (lambda: dflash.generate(PROMPT, max_tokens=N), lambda: list(begun)):
+            try:
+                use()
+            except UsageError as error:
+                said.append(str(error))
+        os.write(writing, "\n".join(said).encode())
+        os._exit(0)
+    os.close(writing)
+    ended, _, _ = select.select([reading], [], [], 60)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    said = os.read(reading, 4096).decode().splitlines()
+    os.close(reading)
+    begins = f"This engine belongs to another process ({os.getpid()})"
+    assert [line.startswith(begins) for line in said] == [True, True]
+    assert ids + [i for chunk in begun for i in chunk.token_ids] == truth

@@ -20,6 +20,7 @@ from dflash_mlx.errors import CheckpointError
 from dflash_mlx.gguf import open_gguf
 from dflash_mlx.gguf.file import RawTensor, read_gguf
 from dflash_mlx.gguf.quants import to_dense
+from dflash_mlx.gguf.vocabulary import read_vocabulary
 
 K = GGMLQuantizationType
 NATIVE = {K.Q4_0: 4, K.Q4_1: 4, K.Q8_0: 8}
@@ -295,6 +296,38 @@ def test_broken_files(tmp_path: Path) -> None:
         read_gguf(patched(tiny_gguf(path), name, "<I", 9))
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("split.count", ["x", [3], 1.5]),
+        ("tokenizer.chat_template", [["x"], 3]),
+        ("tokenizer.ggml.pre", [["x"], 3]),
+        ("tokenizer.ggml.tokens", ["x", [1, 2], 3]),
+        ("tokenizer.ggml.merges", ["x", [1, 2]]),
+        ("tokenizer.ggml.token_type", [1, "x", ["x"], [1.5]]),
+        ("tokenizer.ggml.bos_token_id", ["x", [1], 1.5, True]),
+        ("tokenizer.ggml.eos_token_id", ["x", [1], 1.5, True]),
+        ("tokenizer.ggml.eot_token_id", ["x", [1], 1.5, True]),
+    ],
+)
+def test_metadata_of_another_type(tmp_path: Path, key: str, values: list[Any]) -> None:
+    for value in values:
+        path = tiny_gguf(tmp_path / "m.gguf", tokenizer=tiny.tokenizer_fields() | {key: value})
+        with pytest.raises(CheckpointError, match=rf"m\.gguf .*{key.rpartition('.')[2]}|pre-token"):
+            read_vocabulary(open_gguf(path).file)
+
+
+def test_nested_arrays(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf")
+    content = path.read_bytes()
+    nested = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
+    key = struct.pack("<Q1sI", 1, b"k", 9)
+    (count,) = struct.unpack_from("<Q", content, 16)
+    path.write_bytes(content[:16] + struct.pack("<Q", count + 1) + key + nested + content[24:])
+    with pytest.raises(CheckpointError, match="arrays are nested deeper than 8"):
+        read_gguf(path)
+
+
 def test_parts_of_a_split_file(tmp_path: Path) -> None:
     message = "one part of a GGUF split into 3. Join the parts with"
     with pytest.raises(CheckpointError, match=message):
@@ -321,7 +354,9 @@ def test_smollm2_against_mlx(smollm2_gguf: Path) -> None:
     few = {f"{name}.weight": model.file.tensors[f"{name}.weight"] for name in names}
     table = few["token_embd.weight"]
     few["token_embd.weight"] = replace(table, shape=(500, 576), rows=table.rows[:500])
+    config = model._config  # of all layers, for which the few tensors have no room
     model = replace(model, file=replace(model.file, tensors=few))  # all of it takes seconds
+    vars(model)["_config"] = config
     kept, dense, groups = (
         model.weights(True, mx.float16),
         model.weights(False),

@@ -97,6 +97,7 @@ def test_the_order_of_tokens_is_the_drafters_file_or_their_own(tmp_path) -> None
         '{"order": [1, 1]}',
         '{"order": [1, 5]}',
         '{"order": [-1]}',
+        "[" * 100_000,
     ):
         file.write_text(text)
         with pytest.raises(CheckpointError, match=rf"{ORDER_FILE} .*; remove it, or fetch"):

@@ -109,6 +109,24 @@ def test_broken_json_ids_taken_twice_and_empty_files_are_refused(tmp_path: Path)
         read_prompts([tmp_path / "none.jsonl"])
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[" * 100_000, "it is nested too deeply"), ('{"max": ' + "9" * 5000, "Exceeds .* digits")],
+)
+def test_json_that_python_cannot_hold(tmp_path: Path, text: str, said: str) -> None:
+    (file := tmp_path / "f.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=rf"f\.jsonl line 1 is no JSON \({said}"):
+        read_prompts([file])
+
+
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b'{"prompt": "a"}\n' * 99))
+    packed[12:20] = b"\xff" * 8
+    (file := tmp_path / "f.jsonl.gz").write_bytes(packed)
+    with pytest.raises(UsageError, match=r"f\.jsonl\.gz cannot be read"):
+        read_prompts([file])
+
+
 def test_the_projects_own_prompts_are_read() -> None:
     files = sorted(OWN.glob("*.jsonl"))
     lines = sum(len(file.read_text().splitlines()) for file in files)

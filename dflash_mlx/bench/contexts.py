@@ -27,10 +27,10 @@ def lengths(given: str | None) -> list[int]:
         return []
     found = []
     for item in given.split(","):
-        match = re.fullmatch(r"\s*(\d+)(k?)\s*", item, re.IGNORECASE)
+        match = re.fullmatch(r"\s*(\d{1,12})(k?)\s*", item, re.IGNORECASE)
         length = int(match[1]) * (1024 if match[2] else 1) if match else 0
         if length < 1:
-            raise UsageError(f"--context has {item!r}. Give lengths such as 1k,4k,16k.")
+            raise UsageError(f"--context has {item!r:.80}. Give lengths such as 1k,4k,16k.")
         found.append(length)
     if len(set(found)) < len(found):
         raise UsageError(f"--context {given} names a length twice. Name each once.")

@@ -58,8 +58,9 @@ class Loaded:
 
 
 def from_file(file: Path) -> Loaded:
-    """All prompts of a file as `dflash-mlx train` reads it; errors name the line."""
-    questions = [Question(prompt.name, prompt.messages) for prompt in read_prompts([file])]
+    """All prompts of a file as `dflash-mlx train` reads it, equal ones too; errors name lines."""
+    prompts = read_prompts([file], repeats=True)
+    questions = [Question(prompt.name, prompt.messages) for prompt in prompts]
     return Loaded(questions, str(file))
 
 

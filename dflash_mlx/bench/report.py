@@ -88,16 +88,22 @@ def markdown(report: dict[str, Any], *, with_prefill: bool = True) -> str:
         "",
         headline(report, with_prefill=with_prefill),
         "",
-        "| " + " | ".join(table[0]) + " |",
+        _markdown_row(table[0]),
         "|" + "---|" * len(table[0]),
-        *("| " + " | ".join(row) + " |" for row in table[1:]),
+        *map(_markdown_row, table[1:]),
         "",
         *(f"{sentence}\n" for sentence in remarks(report)),
         "| machine and settings | |",
         "|---|---|",
-        *(f"| {name} | {fact.replace('|', chr(92) + '|')} |" for name, fact in facts(report)),
+        *map(_markdown_row, facts(report)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_row(cells: list[str]) -> str:
+    """Names of files may hold what ends a cell or a line."""
+    escaped = (" ".join(cell.replace("|", r"\|").split("\n")) for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 def headline(report: dict[str, Any], *, with_prefill: bool = True) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import UsageError
-from dflash_mlx.train.corpus import read_jsonl
+from dflash_mlx.train.corpus import UNREADABLE, json_fault, read_jsonl
 
 Row = dict[str, Any]
 #: endings of the files that can be read
@@ -33,7 +33,7 @@ def rows(file: Path | zipfile.Path, members: Sequence[str] = ()) -> Iterator[tup
                 if not isinstance(row, dict):
                     raise UsageError(f"{file} row {number} is no JSON object. Correct it.")
                 yield f"{file} row {number}", row
-        except (OSError, ValueError, csv.Error) as error:
+        except (*UNREADABLE, csv.Error) as error:
             raise UsageError(f"{file} cannot be read ({error}). Fetch the file again.") from None
     else:
         for number, row in read_jsonl(file):
@@ -41,7 +41,11 @@ def rows(file: Path | zipfile.Path, members: Sequence[str] = ()) -> Iterator[tup
 
 
 def _json(file: Path) -> Iterator[Any]:
-    found = json.loads(file.read_text("utf-8"))
+    text = file.read_text("utf-8")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(json_fault(error)) from None
     if not isinstance(found, list):
         raise ValueError("no JSON list")
     yield from found
@@ -68,7 +72,7 @@ def _parquet(file: Path) -> Iterator[Row]:
 def _members(file: Path | zipfile.Path, names: Sequence[str]) -> Iterator[zipfile.Path]:
     try:
         archive = zipfile.ZipFile(file)
-    except (OSError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise UsageError(f"{file} cannot be read ({error}). Fetch the file again.") from None
     for name in names:
         member = zipfile.Path(archive, name)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from dflash_mlx.errors import UsageError
+from dflash_mlx.train.prompts import is_text
 
 Row = Mapping[str, Any]
 
@@ -65,20 +66,21 @@ def _mbpp(row: Row) -> Wording:
 
 def _mt_bench(row: Row) -> Wording:
     """The first turn; the hub has the turns under `turns` in one file and `prompt` in another."""
-    turns = row["turns"] if "turns" in row else row["prompt"]
-    if not isinstance(turns, list) or not turns:
-        raise KeyError("turns")
-    return Wording(str(turns[0]))
+    column = "turns" if "turns" in row else "prompt"
+    turns = row[column]
+    if not isinstance(turns, list) or not turns or not is_text(turns[0]):
+        raise KeyError(column)
+    return Wording(turns[0])
 
 
 def _alpaca(row: Row) -> Wording:
-    given = row["input"]
+    given = _text_or_blank(row, "input")
     instruction = _text(row, "instruction")
     return Wording(f"{instruction}\n\nInput:\n{given}" if given else instruction)
 
 
 def _livecodebench(row: Row) -> Wording:
-    starter = row["starter_code"]
+    starter = _text_or_blank(row, "starter_code")
     use = "Use the following code structure:"
     if not starter:
         use = "Write your code in the following format:"
@@ -103,15 +105,23 @@ def _gpqa(row: Row) -> Wording:
 
 
 def _longbench(row: Row) -> Wording:
-    return Wording(str(row["input"]).strip() or _SUMMARY, _text(row, "context"))
+    return Wording(_text_or_blank(row, "input").strip() or _SUMMARY, _text(row, "context"))
 
 
 def _text(row: Row, column: str) -> str:
     """A column's text; KeyError where there is none."""
     found = row[column]
-    if not isinstance(found, str) or not found.strip():
+    if not is_text(found):
         raise KeyError(column)
-    return found
+    return str(found)
+
+
+def _text_or_blank(row: Row, column: str) -> str:
+    """A column's text, which may be empty; KeyError for anything else."""
+    found = row[column]
+    if isinstance(found, str) and not found.strip():
+        return found
+    return _text(row, column)
 
 
 SUITES = {

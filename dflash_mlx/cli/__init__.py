@@ -86,11 +86,25 @@ def _help(arguments: list[str]) -> str | None:
 
 def _run(arguments: list[str]) -> int:
     try:
+        code = _command(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has gone
+        _drop_output()
+        return PIPE_CLOSED
+    except OSError as error:
+        if not _output_fails():
+            raise
+        _drop_output()
+        return _refuse(f"Standard output cannot be written ({error.strerror}). Send it elsewhere.")
+
+
+def _command(arguments: list[str]) -> int:
+    try:
         if (text := _help(arguments or ["--help"])) is not None:
-            print(text, flush=True)
+            print(text)
             return 0
         code = app(arguments or ["--help"], prog_name="dflash-mlx", standalone_mode=False)
-        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except DFlashError as error:
         return _refuse(str(error))
@@ -99,10 +113,21 @@ def _run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
         return console.INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has gone; the flush at exit must not complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+
+
+def _output_fails() -> bool:
+    """Whether standard output is what an error came from: then it fails again."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Let the flush at exit not complain of a standard output that takes nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(message: str) -> int:

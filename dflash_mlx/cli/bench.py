@@ -15,6 +15,7 @@ import typer
 from dflash_mlx.cli import console
 from dflash_mlx.cli.chat import DTYPES, Dtype, Model, Thinking, parse_block_size
 from dflash_mlx.cli.console import option
+from dflash_mlx.cli.options import check_place
 from dflash_mlx.errors import DFlashError, UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _SUITES = (
     "gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench, alpaca, gpqa, longbench"
 )
 DEFAULT_SUITE = "gsm8k"
+_LONGEST_REST = 86400  # seconds
 
 Suite = Annotated[
     str | None,
@@ -106,8 +108,10 @@ def bench(
     _check(samples, max_tokens, repeats, cool_down, dtype, against)
     _check_sources(suite, prompts, data)
     temperatures = _temperatures(temp)
-    for name, file in (("--markdown", markdown), ("--html", html)):
-        _check_place(name, file)
+    reports = {"--markdown": markdown, "--html": html}
+    for name, file in reports.items():
+        check_place(name, file)
+    _check_distinct(reports, {"--prompts": prompts})
     from dflash_mlx.machine import prepare_blas
 
     prepare_blas()  # before anything below imports MLX
@@ -119,6 +123,8 @@ def bench(
     settings = play.Settings(max_tokens, repeats=repeats, cool_down=cool_down, thinking=thinking)
     lengths = tuple(contexts.lengths(context))
     loaded, wanted = _load(suite, prompts, data, samples)
+    if data not in (None, "hub"):
+        _check_distinct(reports, {f"--data for {n}": Path(s.source) for n, s in loaded.items()})
     from dflash_mlx import engine as engines
 
     engine = engines.load(model, draft=draft or "auto", dtype=dtype, block_size=block)
@@ -150,8 +156,8 @@ def _check(
             raise UsageError(f"{name} is {number}. Give a whole number above 0.")
     if max_tokens < 2:
         raise UsageError(f"--max-tokens is {max_tokens}. A rate needs at least 2.")
-    if not 0 <= cool_down < math.inf:
-        raise UsageError(f"--cool-down is {cool_down}. Give seconds, 0 or more.")
+    if not 0 <= cool_down <= _LONGEST_REST:
+        raise UsageError(f"--cool-down is {cool_down}. Give seconds, from 0 to {_LONGEST_REST}.")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
     if against not in (None, "mlx-lm"):
@@ -181,17 +187,15 @@ def _temperatures(given: str) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _check_place(name: str, file: Path | None) -> None:
-    """A report that cannot be kept is refused before hours of measuring, not after."""
-    if file is None:
-        return
-    if file.is_dir() or not file.parent.is_dir():
-        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        why = "writing there is not permitted"
-    else:
-        return
-    raise UsageError(f"{name} cannot write {file}: {why}. Name another file.")
+def _check_distinct(reports: dict[str, Path | None], read: dict[str, Path | None]) -> None:
+    """A report may replace neither the other one nor what the prompts are read from."""
+    seen: dict[str, str] = {}
+    for name, file in [*read.items(), *reports.items()]:
+        if file is None:
+            continue
+        other = seen.setdefault(os.path.realpath(file), name)
+        if other != name and name in reports:
+            raise UsageError(f"{name} would replace {file}, the file of {other}. Name another one.")
 
 
 def _load(
@@ -242,6 +246,9 @@ def _show(
         console.say(sentence)
     if as_json:  # before the files, which a full disk may refuse
         print(json.dumps(found), flush=True)
+    if not found["suites"] and (markdown or html):
+        console.say("Nothing was measured, so no report is written.")
+        return
     for file, make in ((markdown, report.markdown), (html, page.page)):
         if file is None:
             continue

@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
 from dflash_mlx.cli import console
 from dflash_mlx.cli.console import option
-from dflash_mlx.cli.options import ReasoningLevel, Thinking, reasoning_of
+from dflash_mlx.cli.options import ReasoningLevel, Thinking, check_place, reasoning_of
 from dflash_mlx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ def chat(
         trace=_trace_writer(trace),
         exact=exact,
     )
+    if trace is not None and not engine.automatic:
+        console.say(f"There is nothing to trace: decoding is plain ({engine.reason}).")
     if question is None:
         from dflash_mlx.cli.session import run_session
 
@@ -158,16 +161,28 @@ def parse_block_size(given: str) -> int | Literal["auto"]:
 
 
 def _trace_writer(file: Path | None) -> Callable[[str], None] | None:
-    """Writes lines to a new file as they come."""
+    """Writes lines as they come to a file that the first one makes; one that fails is told once."""
     if file is None:
         return None
-    try:
-        out = file.open("w", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise UsageError(
-            f"--trace cannot write {file}: {error.strerror}. Name another file."
-        ) from None
-    return lambda line: print(line, file=out)
+    check_place("--trace", file)
+    out: TextIO | None = None
+    failed = False
+
+    def write(line: str) -> None:
+        nonlocal out, failed
+        if failed:
+            return
+        try:
+            out = out or file.open("w", encoding="utf-8", buffering=1)
+            print(line, file=out)
+        except OSError as error:
+            failed = True
+            if out is not None:
+                with suppress(OSError):  # what it still holds
+                    out.close()
+            console.say(f"The trace cannot be written to {file} any more ({error.strerror}).")
+
+    return write
 
 
 def _check_loading(

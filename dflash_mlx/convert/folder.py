@@ -98,7 +98,7 @@ def check_free(path: Path) -> dict[str, object] | None:
     if (path / UNFINISHED).is_file():
         try:
             content = json.loads((path / UNFINISHED).read_text("utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             content = {}
         return content if isinstance(content, dict) else {}
     if path.is_dir() and not any(path.iterdir()):

@@ -57,7 +57,7 @@ def token_order(folder: Path, vocab_size: int) -> np.ndarray:
         return natural
     try:
         order = json.loads(file.read_text("utf-8"))["order"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _broken(file, f"cannot be read ({error})") from None
     whole = isinstance(order, list) and all(type(i) is int for i in order)
     if not whole or len(set(order)) < len(order):

@@ -23,6 +23,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
+_MAX_NESTING = 8  # of arrays; no known key nests any
 _SPLIT_NAME = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -83,20 +84,22 @@ class _Header:
         start = self.take(self.number("Q"))
         return self.buffer[start : self.position].decode("utf-8")
 
-    def value(self, kind: GGUFValueType) -> Any:
+    def value(self, kind: GGUFValueType, depth: int = 0) -> Any:
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:
-            return self.array()
+            return self.array(depth + 1)
         return self.number(_SCALARS[kind])
 
-    def array(self) -> list[Any]:
+    def array(self, depth: int) -> list[Any]:
+        if depth > _MAX_NESTING:
+            raise ValueError(f"arrays are nested deeper than {_MAX_NESTING}")
         kind, count = GGUFValueType(self.number("I")), self.number("Q")
         if kind in _SCALARS:
             code = _SCALARS[kind]
             start = self.take(count * struct.calcsize(code))
             return list(struct.unpack_from(f"<{count}{code}", self.buffer, start))
-        return [self.value(kind) for _ in range(count)]
+        return [self.value(kind, depth) for _ in range(count)]
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -140,8 +143,11 @@ def _parse(path: Path, header: _Header) -> GGUFFile:
     for _ in range(metadata_count):
         key = header.string()
         metadata[key] = header.value(GGUFValueType(header.number("I")))
-    if metadata.get("split.count", 0) > 1:
-        _refuse_split(path, metadata["split.count"])
+    parts = metadata.get("split.count", 0)
+    if type(parts) is not int:
+        raise ValueError(f"split.count is {parts!r:.80}")
+    if parts > 1:
+        _refuse_split(path, parts)
     entries = [_tensor_entry(path, header) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:

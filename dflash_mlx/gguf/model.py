@@ -26,10 +26,10 @@ def open_gguf(path: Path) -> GGUFModel:
     """
     file = read_gguf(path)
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path} holds a model of architecture {architecture!r}, which is not supported from "
-            f"GGUF. Supported are {', '.join(ARCHITECTURES)}."
+            f"{path} holds a model of architecture {architecture!r:.80}, which is not supported "
+            f"from GGUF. Supported are {', '.join(ARCHITECTURES)}."
         )
     model = GGUFModel(file, architecture)
     model.check()

@@ -66,11 +66,13 @@ _END_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
 
 def end_ids(file: GGUFFile) -> frozenset[int]:
-    """The ids that end an answer: eos, eot, eom, and control tokens known to end a turn."""
-    keys = (f"{_KEY}{name}_token_id" for name in ("eos", "eot", "eom"))
-    ids = {file.metadata[key] for key in keys if key in file.metadata}
-    tokens = file.metadata.get(f"{_KEY}tokens", [])
-    kinds = file.metadata.get(f"{_KEY}token_type", [])
+    """The ids that end an answer: eos, eot, eom, and control tokens known to end a turn.
+
+    CheckpointError for metadata of another type.
+    """
+    ids = {i for name in ("eos", "eot", "eom") if (i := _token_id(file, name)) is not None}
+    tokens = _list(file, "tokens", str, [])
+    kinds = _list(file, "token_type", int, [])
     named = (tokens.index(name) for name in _END_NAMES if name in tokens)
     ids.update(i for i in named if i < len(kinds) and kinds[i] == TokenType.CONTROL)
     return frozenset(ids)
@@ -90,28 +92,33 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     Raises CheckpointError for a tokenizer model other than byte-level BPE, a pre-tokenizer that is
     not in the table, and missing or inconsistent metadata.
     """
-    model = _field(file, "model", str)
+    model = file.metadata.get(f"{_KEY}model")
+    if model is None:
+        raise _missing(file, "model")
     if model != "gpt2":
         raise CheckpointError(
-            f"{file.path} has a tokenizer of kind {model!r}, and only byte-level BPE ('gpt2') is "
-            "supported from GGUF. Use the model's safetensors folder instead."
+            f"{file.path} has a tokenizer of kind {model!r:.80}, and only byte-level BPE ('gpt2') "
+            "is supported from GGUF. Use the model's safetensors folder instead."
         )
     pre_name = file.metadata.get(f"{_KEY}pre", "default")
-    if pre_name not in PRE_TOKENIZERS:
+    if not isinstance(pre_name, str) or pre_name not in PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{file.path} names the pre-tokenizer {pre_name!r}, and known are "
+            f"{file.path} names the pre-tokenizer {pre_name!r:.80}, and known are "
             f"{', '.join(sorted(PRE_TOKENIZERS))}. Use the model's safetensors folder instead."
         )
     pre = PRE_TOKENIZERS[pre_name]
-    tokens = _field(file, "tokens", list)
+    tokens = _list(file, "tokens", str)
+    template = file.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise _malformed(file, "tokenizer.chat_template", template, "text")
     tokenizer = _bpe(file, pre, tokens)
     named = _named_tokens(file, tokens)
     _frame(file, tokenizer, tokens, pre)
-    return Vocabulary(tokenizer, named, file.metadata.get("tokenizer.chat_template"))
+    return Vocabulary(tokenizer, named, template)
 
 
 def _bpe(file: GGUFFile, pre: PreTokenizer, tokens: list[str]) -> Tokenizer:
-    kinds = file.metadata.get(f"{_KEY}token_type", [TokenType.NORMAL] * len(tokens))
+    kinds = _list(file, "token_type", int, [int(TokenType.NORMAL)] * len(tokens))
     if len(kinds) != len(tokens):
         raise CheckpointError(
             f"{file.path} has {len(tokens)} tokens and {len(kinds)} token types. "
@@ -123,7 +130,7 @@ def _bpe(file: GGUFFile, pre: PreTokenizer, tokens: list[str]) -> Tokenizer:
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind != TokenType.UNUSED
     }
-    merges = [_pair(file, merge) for merge in _field(file, "merges", list)]
+    merges = [_pair(file, merge) for merge in _list(file, "merges", str)]
     try:
         bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.whole_words)
     except Exception as error:  # the Rust side raises the bare class
@@ -162,7 +169,7 @@ def _named_tokens(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
     keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     named = {}
     for key, short in keys.items():
-        index = file.metadata.get(f"{_KEY}{key}_token_id")
+        index = _token_id(file, key)
         if index is None:
             continue
         if not 0 <= index < len(tokens):
@@ -180,7 +187,7 @@ def _frame(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], pre: PreToke
     for name, default in (("bos", pre.adds_bos), ("eos", False)):
         if not file.metadata.get(f"{_KEY}add_{name}_token", default):
             continue
-        index = file.metadata.get(f"{_KEY}{name}_token_id")
+        index = _token_id(file, name)
         if index is None:
             raise CheckpointError(
                 f"{file.path} asks for a {name} token around every text and names none. "
@@ -194,11 +201,35 @@ def _frame(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], pre: PreToke
         )
 
 
-def _field(file: GGUFFile, name: str, kind: type) -> Any:
-    value = file.metadata.get(f"{_KEY}{name}")
-    if not isinstance(value, kind):
-        raise CheckpointError(
-            f"{file.path} lacks the metadata {_KEY}{name}, so it has no usable tokenizer. "
-            "Convert the model again."
-        )
-    return value
+def _token_id(file: GGUFFile, name: str) -> int | None:
+    """The id of a special token as the file states it, None where it states none."""
+    key = f"{_KEY}{name}_token_id"
+    index = file.metadata.get(key)
+    if index is not None and type(index) is not int:
+        raise _malformed(file, key, index, "one token id")
+    return index
+
+
+def _list(file: GGUFFile, name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+    """A list of one type; without a default the file has to have it."""
+    found = file.metadata.get(f"{_KEY}{name}", default)
+    if found is None:
+        raise _missing(file, name)
+    if not isinstance(found, list) or not set(map(type, found)) <= {kind}:
+        wanted = "a list of texts" if kind is str else "a list of whole numbers"
+        raise _malformed(file, f"{_KEY}{name}", found, wanted)
+    return found
+
+
+def _malformed(file: GGUFFile, key: str, value: Any, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file.path} has {key} = {value!r:.80}, not {wanted}. "
+        "Download the file again or convert the model again."
+    )
+
+
+def _missing(file: GGUFFile, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file.path} lacks the metadata {_KEY}{name}, so it has no usable tokenizer. "
+        "Convert the model again."
+    )

@@ -5,12 +5,21 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import lzma
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_mlx.errors import UsageError
+
+#: what reading and unpacking a damaged file raises; RuntimeError: an encrypted archive, a method
+#: that is not known, JSON nested too deeply
+UNREADABLE = (
+    OSError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,21 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            where = f"{error.msg}, character {error.pos + 1}"
-            raise UsageError(f"{file} line {number} is no JSON ({where}). Correct it.") from None
+        except (ValueError, RecursionError) as error:
+            why = json_fault(error)
+            raise UsageError(f"{file} line {number} is no JSON ({why}). Correct it.") from None
         if not isinstance(row, dict):
             raise UsageError(f"{file} line {number} is no JSON object. Correct it.")
         yield number, row
+
+
+def json_fault(error: Exception) -> str:
+    """What is wrong with a text that json.loads refused."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, character {error.pos + 1}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error).partition(";")[0]  # a number of thousands of digits, then advice for Python
 
 
 def _lines(file: Path) -> list[str]:
@@ -79,7 +97,7 @@ def _lines(file: Path) -> list[str]:
         raw = file.read_bytes()
         text = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8-sig")
         return text.split("\n")  # not at U+2028 and its like, which JSON strings may hold
-    except (OSError, ValueError, EOFError) as error:
+    except UNREADABLE as error:
         raise UsageError(f"{file} cannot be read ({error}). Give a JSONL file.") from None
 
 

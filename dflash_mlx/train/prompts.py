@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
@@ -36,15 +36,17 @@ class Prompt:
         return [self.name, *more]
 
 
-def read_prompts(files: Iterable[Path]) -> list[Prompt]:
-    """Prompts of JSONL files (.gz or not), in order; equal ones once.
+def read_prompts(files: Iterable[Path], *, repeats: bool = False) -> list[Prompt]:
+    """Prompts of JSONL files (.gz or not), in order; equal ones once, or with `repeats` as often
+    as they occur, numbered.
 
     A line has one of "prompt" (a string), "turns" (the user's messages, answered one by one) and
     "messages" (role and content; a final assistant message is dropped), and may have "id" and
     "max", the most tokens of an answer. Without an id the name comes from the content.
     UsageError names file and line of what is malformed, and a file without prompts.
     """
-    prompts: dict[str, Prompt] = {}  # by content
+    prompts: list[Prompt] = []
+    seen: dict[str, list[Prompt]] = {}  # by content
     taken: dict[str, str] = {}  # an answer's name -> where it stands
     for file in files:
         count = 0
@@ -53,7 +55,11 @@ def read_prompts(files: Iterable[Path]) -> list[Prompt]:
             where = f"{file} line {number}"
             messages, further = _conversation(row, where)
             content = sha256(dumps([messages, further]).encode()).hexdigest()
-            if content in prompts:
+            if equal := seen.get(content):
+                if repeats:
+                    name = f"{equal[0].name} ({len(equal) + 1})"
+                    equal.append(replace(equal[0], name=name))
+                    prompts.append(equal[-1])
                 continue
             name = _name(row, where) or f"sha-{content[:16]}"
             prompt = Prompt(name, tuple(messages), tuple(further), _limit(row, where))
@@ -64,10 +70,11 @@ def read_prompts(files: Iterable[Path]) -> list[Prompt]:
                         "prompt. Give every prompt its own id."
                     )
                 taken[answer] = where
-            prompts[content] = prompt
+            seen[content] = [prompt]
+            prompts.append(prompt)
         if not count:
             raise UsageError(f"{file} has no prompts. Give a JSONL file with one a line.")
-    return list(prompts.values())
+    return prompts
 
 
 def _conversation(row: Mapping[str, Any], where: str) -> tuple[list[Message], list[str]]:
@@ -80,7 +87,7 @@ def _conversation(row: Mapping[str, Any], where: str) -> tuple[list[Message], li
     if given == ["messages"]:
         return _messages(row["messages"], where), []
     turns = [row["prompt"]] if given == ["prompt"] else row["turns"]
-    if not isinstance(turns, list) or not turns or not all(_is_text(t) for t in turns):
+    if not isinstance(turns, list) or not turns or not all(is_text(t) for t in turns):
         raise UsageError(
             f"{where} has {given[0]} that is {_shown(row[given[0]])}. "
             "Give text, a list of it for turns, and none of it empty."
@@ -104,7 +111,7 @@ def _messages(given: Any, where: str) -> list[Message]:
     messages = [dict(m) for m in given]
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages or messages[-1]["role"] != "user" or not _is_text(messages[-1]["content"]):
+    if not messages or messages[-1]["role"] != "user" or not is_text(messages[-1]["content"]):
         raise UsageError(
             f"{where} has no message of the user to answer at its end. "
             "End with one, or with the answer to one."
@@ -112,7 +119,7 @@ def _messages(given: Any, where: str) -> list[Message]:
     return messages
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Whether it is a string with something in it that can be encoded."""
     if not isinstance(value, str) or not value.strip():
         return False
@@ -125,7 +132,7 @@ def _is_text(value: Any) -> bool:
 
 def _name(row: Mapping[str, Any], where: str) -> str | None:
     name = row.get("id")
-    if name is None or _is_text(name):
+    if name is None or is_text(name):
         return name
     if isinstance(name, int) and not isinstance(name, bool):
         return str(name)
