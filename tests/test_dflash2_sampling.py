@@ -21,6 +21,7 @@ from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import DraftSampling
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.dflash2 import CandidateSelector, DFlash2Drafter
+from dflash_mlx.features import Features
 
 HEAT = 0.7
 DRAWS = 20_000
@@ -128,10 +129,10 @@ class MarkovTarget:
     def make_cache(self) -> CacheStack:
         return CacheStack([])
 
-    def forward(self, segments: Any, taps: Any = ()) -> tuple[mx.array, mx.array | None]:
+    def forward(self, segments: Any, taps: Any = ()) -> tuple[mx.array, Features | None]:
         ids = segments[0].ids
         hidden = self.embedding[ids][None]
-        features = mx.concatenate([hidden] * len(taps), axis=-1) if taps else None
+        features = Features([hidden] * len(taps)) if taps else None
         return self.table[ids][None], features
 
     def logits(self, rows: mx.array) -> mx.array:

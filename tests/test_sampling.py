@@ -24,6 +24,7 @@ from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import Proposal
 from dflash_mlx.errors import UsageError
+from dflash_mlx.features import Features
 
 VOCAB = 7
 DRAWS = 20_000
@@ -145,7 +146,7 @@ class MarkovTarget:
 
     def forward(self, segments, taps=()):
         rows = self.table[segments[0].ids][None]
-        return rows, rows if taps else None
+        return rows, Features([rows]) if taps else None
 
     def logits(self, rows):
         return rows
