@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 # This one comes first: it loads the fast BLAS before anything imports MLX.
@@ -75,10 +76,11 @@ def play(engines: dict[str, Engine], text: str, tokens: int, number: int) -> dic
     order = list(engines)
     random.Random(number).shuffle(order)
     prompt = engines["plain"].prompt(text, None, None).ids
-    return {
-        who: timed(lambda who=who: (c.token_ids for c in engines[who].stream(prompt, max_tokens=tokens)))  # noqa: E501
-        for who in order
-    }  # fmt: skip
+
+    def generation(engine: Engine) -> Iterator[list[int]]:
+        return (chunk.token_ids for chunk in engine.stream(prompt, max_tokens=tokens))
+
+    return {who: timed(partial(generation, engines[who])) for who in order}
 
 
 def judge(runs: Sequence[dict[str, TimedRun]], clock: str) -> dict[str, Any]:
@@ -129,8 +131,10 @@ class Reduced:
         )  # fmt: skip
         self.make_cache, self.observe = drafter.make_cache, drafter.observe
         self.ids: tuple[int, ...] = ()
-        frequent = [] if rows is None else drafter.head_rows.order[:rows].tolist()  # type: ignore[union-attr]
-        self.known = set(frequent)
+        self.known: set[int] = set()
+        if rows is not None:
+            assert drafter.head_rows is not None
+            self.known.update(drafter.head_rows.order[:rows].tolist())
         self.seconds: list[float] = []
 
     def propose(

@@ -100,7 +100,7 @@ setup() {
     lock_setup
     if ! is_ready "$1"; then
         make_venv
-        say "installing the package and what it needs (once; about 400 MB${1:+, and 570 MB for $1})"
+        say "installing the package and what it needs (once; about 500 MB${1:+, and 570 MB for $1})"
         PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install \
             --editable "$root${1:+[$1]}" >&2 ||
             fail "The packages could not be installed; pip's lines above say why." \

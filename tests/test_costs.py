@@ -9,6 +9,8 @@ from dflash_mlx.decode.costs import (
     LASTING,
     OUTLIER,
     PLAIN_TIMINGS,
+    RECENT,
+    TABLES,
     Costs,
     HeadCost,
     Measured,
@@ -99,4 +101,25 @@ def test_frozen_costs_ask_for_no_plain_steps() -> None:
     costs = Refined(CHEAP, frozen=True)
     for _ in range(2 * LASTING):
         costs.timed(64, 7, 5.0)
-    assert not costs.stale(64)
+    assert costs.plain_due(64) == 0
+
+
+def test_plain_steps_that_cannot_be_timed_do_not_stop_drafting() -> None:
+    """A reader holds plain steps up, which are short, and cycles not."""
+    costs = Refined(CHEAP)
+    pace = PolicyPace(DRAFTS + 1, costs)
+    plain = 0
+    for _ in range(2000):
+        drafts = pace.next(64, DRAFTS).drafts
+        pace.landed(drafts, drafts + 1)
+        plain += not drafts
+        if drafts:
+            pace.timed(1.4)
+    assert 0 < plain < 2000 / RECENT * (ENOUGH_TIMINGS + 2)
+
+
+def test_tables_do_not_pile_up() -> None:
+    costs = Refined(CHEAP)
+    for context in range(0, 64 * 3 * TABLES, 64):
+        costs.table(context)
+    assert len(costs._tables) <= TABLES

@@ -266,7 +266,11 @@ def test_long_chunk_projects_only_the_rows_that_stay(drafter_of: Any) -> None:
     seen: list[int] = []
     projection = drafter._projections[0]
     joined = projection.joined
-    counted = lambda x: seen.append(x.shape[1]) or joined(x)  # noqa: E731
+
+    def counted(x: mx.array) -> mx.array:
+        seen.append(x.shape[1])
+        return joined(x)
+
     projection.heads = replace(projection.heads, joined=counted)
     features = features_of(drafter, 300)
     cache, fresh = drafter.make_cache(), drafter.make_cache()

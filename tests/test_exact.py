@@ -50,11 +50,14 @@ def _blocks(ids: list[int], sizes: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(cuts)]
 
 
+def _wide(path: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.weight.shape[1] % 32 == 0
+
+
 def exact_target(family: str, bits: int = 0) -> Any:
     target = tiny_target(family, **FAMILIES[family])
     if bits:
-        wide = lambda _, m: isinstance(m, nn.Linear) and m.weight.shape[1] % 32 == 0  # noqa: E731
-        nn.quantize(target, 32, bits, class_predicate=wide)
+        nn.quantize(target, 32, bits, class_predicate=_wide)
     exact.make_exact(target)
     return target
 

@@ -106,7 +106,9 @@ def test_sixteen_bit_kernels_may_round_otherwise() -> None:
     ],
 )
 def test_a_launch_that_no_gpu_grants_goes_to_the_twin(launch: Launch, fault: str) -> None:
-    kernel = lambda: pytest.fail("a kernel ran")  # noqa: E731
+    def kernel() -> mx.array:
+        pytest.fail("a kernel ran")
+
     assert run(0, kernel, launches=[SMALL, launch]) is ONES
     assert backend.rejections() == []
     with pytest.raises(UsageError, match=f"sums: .*{fault}"):

@@ -62,6 +62,12 @@ def test_openblas_is_loaded_before_mlx_and_multiplies_faster() -> None:
 
 
 @linux_x86
+def test_training_from_python_loads_the_fast_blas_too() -> None:
+    [fast] = _python("import dflash_mlx.train.run; print(json.dumps(machine.blas_in_use().fast))")
+    assert fast
+
+
+@linux_x86
 def test_preparing_twice_changes_nothing() -> None:
     twice = "a = machine.prepare_blas(); import mlx.core; b = machine.prepare_blas()\n"
     assert _python(twice + "print(json.dumps(a == b))") == [True]

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from oracle import OracleDrafter, plain_features, plain_greedy
+from paced import paced
 from tiny import tiny_prompt, tiny_target
 from tiny_drafter import BLOCK, drafter_config, write_drafter
 from tiny_engine import tiny_engine
@@ -24,12 +25,9 @@ from dflash_mlx.decode.costs import (
     Costs,
     HeadCost,
     Measured,
-    Refined,
 )
-from dflash_mlx.decode.pace import PolicyPace
 from dflash_mlx.decode.sampling import SamplingParams
-from dflash_mlx.decode.session import MOST_WAITING, Session
-from dflash_mlx.decode.stats import GenerationStats
+from dflash_mlx.decode.session import MOST_WAITING
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.errors import CheckpointError, UsageError
 
@@ -109,18 +107,8 @@ def run_with(costs: Costs, plan: list[int], n: int, params=None, ends=()):
         block_size=8, taps=TAPS, plan=plan, check_growth=False,
         features=features,
     )  # fmt: skip
-    lines: list[str] = []
-    refined = Refined(costs, frozen=True)
-    session = Session(
-        target,
-        drafter,
-        nullcontext,
-        pace=lambda _, words: PolicyPace(8, refined, words, lines.append),
-    )
-    stats = GenerationStats()
-    steps = session.run(prompt, params or SamplingParams(), n, ends, stats)
-    tokens = [token for step in steps for token in step]
-    return session, tokens, truth, stats, drafter, [json.loads(line) for line in lines]
+    session, tokens, stats, trace = paced(target, drafter, prompt, costs, n, params, ends)
+    return session, tokens, truth, stats, drafter, trace
 
 
 @pytest.mark.parametrize(

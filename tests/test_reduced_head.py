@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from functools import cache
 
 import mlx.core as mx
@@ -12,16 +11,14 @@ import numpy as np
 import pytest
 import tiny_drafter as tiny
 from oracle import OracleDrafter, plain_features, plain_greedy
+from paced import paced
 from tiny import tiny_prompt, tiny_target
 from tiny_drafter import drafter_config, write_drafter
 
 from dflash_mlx.decode import words as reduced_words
 from dflash_mlx.decode.accept import accept_sampled
-from dflash_mlx.decode.costs import Costs, HeadCost, Measured, Refined
-from dflash_mlx.decode.pace import PolicyPace
+from dflash_mlx.decode.costs import Costs, HeadCost, Measured
 from dflash_mlx.decode.sampling import SamplingParams, probabilities
-from dflash_mlx.decode.session import Session
-from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.decode.words import Words
 from dflash_mlx.draft.base import DraftSampling, Proposal, ReducedHead
 from dflash_mlx.draft.checkpoint import open_drafter
@@ -254,18 +251,8 @@ def run(costs: Costs):
         block_size=8, taps=(0, 2), plan=[7], check_growth=False,
         features=features,
     )  # fmt: skip
-    lines: list[str] = []
-    refined = Refined(costs, frozen=True)
-    session = Session(
-        target,
-        drafter,
-        nullcontext,
-        pace=lambda _, words: PolicyPace(8, refined, words, lines.append),
-    )
-    stats = GenerationStats()
-    steps = session.run(prompt, SamplingParams(), len(truth), (), stats)
-    tokens = [token for step in steps for token in step]
-    return prompt, truth, tokens, stats, drafter, [json.loads(line) for line in lines]
+    _, tokens, stats, trace = paced(target, drafter, prompt, costs, len(truth))
+    return prompt, truth, tokens, stats, drafter, trace
 
 
 def test_text_is_brute_forces_and_the_choice_is_told(row_invariant_blas, monkeypatch) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_mlx.cli import console
-from dflash_mlx.cli.chat import DTYPES, Dtype, Model, Thinking, parse_block_size
+from dflash_mlx.cli.chat import DTYPES, Dtype, Model, parse_block_size
 from dflash_mlx.cli.console import option
-from dflash_mlx.cli.options import check_place
+from dflash_mlx.cli.options import Thinking, check_place
 from dflash_mlx.errors import DFlashError, UsageError
 
 if TYPE_CHECKING:

@@ -106,7 +106,9 @@ def _ready(row: dict[str, Any]) -> str:
 
 def _known(value: object) -> str:
     """A fact of models.toml, empty where nobody checked it."""
-    return {None: "", True: "yes", False: "no"}.get(value, str(value))  # type: ignore[call-overload]
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
 
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]

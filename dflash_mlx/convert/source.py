@@ -185,10 +185,13 @@ def _affine_parts(
             waiting.update(read())
         return waiting.pop(name)
 
+    def sliced(name: str) -> Any:
+        return _sliced(take(name))
+
     *rows, inputs = shape
     scales = ((*rows, inputs // settings["group_size"]), mx.float32)
     parts = (((*rows, inputs * settings["bits"] // 32), mx.uint32), scales, scales)
     return {
-        name: Weight(*part, lambda name=name: _sliced(take(name)))  # type: ignore[misc]
+        name: Weight(*part, partial(sliced, name))
         for name, part in zip((module + p for p in _PARTS), parts, strict=True)
     }

@@ -24,8 +24,10 @@ OUTLIER = 2.0
 PLAIN_TIMINGS, ENOUGH_TIMINGS = 9, 3
 #: they stand for contexts up to this factor away, and for this many steps to come
 NEARBY, LASTING = 1.25, 256
-#: steps without them, or with none near, before plain steps are asked for
+#: steps without them, or with none near, before plain steps are asked for, and until the next time
 RECENT = 64
+#: tables kept: contexts and rows of heads come and go
+TABLES = 256
 #: plain steps that a cycle costs at least, whatever was measured: it is one, and drafts besides
 LEAST_CYCLE = 1.02
 
@@ -171,23 +173,30 @@ class Refined:
         self.frozen = frozen
         self._ratio = 1.0  # of cycles' cost in plain steps to the calibrated one
         self._plain: deque[float] = deque(maxlen=PLAIN_TIMINGS)  # seconds to the calibrated ones
-        self._plain_context, self._since_plain = 0, 0
+        self._plain_context, self._since_plain, self._since_asked = 0, 0, 0
         self._tables: dict[tuple[int, int | None], list[float]] = {}
 
     def table(self, context: int, rows: int | None = None) -> list[float]:
         """`Costs.table`, corrected; the context in steps of 64, since it is asked every step."""
         key = context - context % 64, rows
         if key not in self._tables:
+            if len(self._tables) >= TABLES:
+                self._tables.clear()
             self._tables[key] = self.costs.table(*key)
         plain, *cycles = self._tables[key]
         return [plain, *(max(cost * self._ratio, LEAST_CYCLE) for cost in cycles)]
 
-    def stale(self, context: int) -> bool:
-        """Whether plain steps are due: where all steps are cycles, their times tell nothing."""
-        if self.frozen or self._since_plain <= RECENT:
-            return False
+    def plain_due(self, context: int) -> int:
+        """Plain steps to run now, only to be timed: where all steps are cycles, their times tell
+        nothing. They are not asked for again at once, whether they could be timed or not.
+        """
+        if self.frozen or min(self._since_plain, self._since_asked) <= RECENT:
+            return 0
         known = self._near(context) and len(self._plain) >= ENOUGH_TIMINGS
-        return not known or self._since_plain > LASTING
+        if known and self._since_plain <= LASTING:
+            return 0
+        self._since_asked = 0
+        return ENOUGH_TIMINGS + 1  # the first one waits for what was under way
 
     def _near(self, context: int) -> bool:
         return self._plain_context / NEARBY <= context <= self._plain_context * NEARBY
@@ -199,6 +208,7 @@ class Refined:
         expected = self.costs.plain(context)
         near = self._near(context)
         self._since_plain += 1
+        self._since_asked += 1
         if not drafts:
             if not near or self._since_plain > LASTING:
                 self._plain.clear()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from dflash_mlx.decode.costs import ENOUGH_TIMINGS, Refined
+from dflash_mlx.decode.costs import Refined
 from dflash_mlx.decode.policy import Choice, Head, Policy
 from dflash_mlx.decode.words import Words
 
@@ -92,8 +92,7 @@ class PolicyPace:
         self._plain_due = 0  # plain steps that are only there to be timed
 
     def next(self, context: int, limit: int) -> Step:
-        if not self._plain_due and self._costs.stale(context):
-            self._plain_due = ENOUGH_TIMINGS + 1  # the first one waits for what was under way
+        self._plain_due = self._plain_due or self._costs.plain_due(context)
         if self._plain_due:
             self._plain_due -= 1
             choice = Choice(0, 1.0, "timing")

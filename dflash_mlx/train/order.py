@@ -45,13 +45,10 @@ class Order:
     memory_gb: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in {
-            "slots": self.slots,
-            "streams": self.streams,
-            "block_size": self.block_size and self.block_size - 1,
-        }.items():
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is too small ({getattr(self, name)}). Give more.")
+        for name, least in {"slots": 1, "streams": 1, "block_size": 2}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}. Give at least {least}.")
         for name in ("memory_gb", "cache_limit_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

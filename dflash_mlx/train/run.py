@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# This one comes first: it has to act before MLX is imported.
-from dflash_mlx import fast_blas  # noqa: F401
+# This one comes first: it loads the fast BLAS before anything imports MLX.
+import dflash_mlx.engine as engines
 
 # isort: split
 import mlx.core as mx
 
-import dflash_mlx.engine as engines
 from dflash_mlx import hub
 from dflash_mlx.draft.checkpoint import check_fit
 from dflash_mlx.draft.config import DFlashConfig, parse_config
