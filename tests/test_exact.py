@@ -16,6 +16,7 @@ from tiny import tiny_prompt, tiny_target
 
 from dflash_mlx import machine
 from dflash_mlx.cache import RecurrentCache
+from dflash_mlx.cache.pool import Places
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
 from dflash_mlx.decode.stats import GenerationStats
@@ -23,7 +24,7 @@ from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
 from dflash_mlx.kernels import DeltaRows, backend
 from dflash_mlx.models import exact
-from dflash_mlx.segment import Segment
+from dflash_mlx.segment import Segment, by_segment
 
 TOKENS = 14
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -106,10 +107,71 @@ def test_text_is_that_of_plain_decoding_to_the_last_bit_of_its_logits(family: st
     assert mx.array_equal(together, single)
     assert mx.std(single).item() > 0.5
     ran = launches(made)
-    assert ran["rows_matmul"] > 100
+    # Every product of each pass behind the prompt, and the head's for the prompt's last row.
+    layers = sum(isinstance(module, nn.Linear | nn.QuantizedLinear) for module in target.modules())
+    products = layers + ("lm_head" not in target)
+    passes = TOKENS - 1 + stats.cycles
+    assert ran["rows_matmul"] == products * passes + 2
     assert ran["block_attention"] >= stats.cycles
     if family == "qwen3_5":
         assert ran["gated_delta_replay"] >= 2
+
+
+def _text_of(ids: list[int], sizes: list[int], target: Any) -> mx.array:
+    return mx.concatenate(logits_of_blocks(target, _blocks(ids, sizes)))
+
+
+# Rows of every sequence in each round: 21 rows at once behind a prompt beyond a kernel's rows, one
+# row each, and a prompt that joins others' blocks.
+ROUNDS = [[20, 3, 0], [8, 9, 4], [1, 1, 1], [16, 1, 20], [1, 16, 3]]
+
+
+@pytest.mark.metal_cpu
+@pytest.mark.parametrize("together", ["own caches", "pooled caches"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_has_the_same_bits_among_others(family: str, together: str) -> None:
+    sizes = list(zip(*ROUNDS, strict=True))
+    texts = [tiny_prompt(96, sum(rows), seed) for seed, rows in enumerate(sizes)]
+    with kernels_on_cpu(Mode.FAST):
+        target = exact_target(family)
+        alone = [
+            _text_of(t, [n for n in s if n], target) for t, s in zip(texts, sizes, strict=True)
+        ]
+        places = Places(len(texts))
+        stacks = [target.make_cache() for _ in texts]
+        if together == "pooled caches":
+            stacks = [places.add(stack) for stack in stacks]
+        found: list[list[mx.array]] = [[] for _ in texts]
+        done = [0] * len(texts)
+        for rows in ROUNDS:
+            live = [i for i, count in enumerate(rows) if count]
+            segments = [
+                Segment(mx.array(texts[i][done[i] : done[i] + rows[i]], dtype=mx.int32), stacks[i])
+                for i in live
+            ]
+            hidden, features = target.forward(segments, (0, 1))
+            assert features is not None
+            assert features.shape[1] == hidden.shape[1] == sum(rows)
+            logits = by_segment(target.logits(hidden), segments)
+            mx.eval(*logits, *(a for stack in stacks for a in stack.arrays()))
+            for i, part in zip(live, logits, strict=True):
+                found[i].append(part[0])
+                stacks[i].commit(rows[i])
+                done[i] += rows[i]
+    for parts, want in zip(found, alone, strict=True):
+        assert mx.array_equal(mx.concatenate(parts), want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "runs"),
+    [([1], [1]), ([16, 1], [1, 1]), ([8, 8, 1], [2, 1]), ([3, 40, 2, 14], [1, 1, 2])],
+)
+def test_segments_share_a_pass_up_to_the_kernels_rows(rows: list[int], runs: list[int]) -> None:
+    cache: Any = None
+    segments = [Segment(mx.zeros((count,), mx.int32), cache) for count in rows]
+    made = list(exact.packs(segments))
+    assert [len(pack) for pack in made] == runs
+    assert [segment for pack in made for segment in pack] == segments
 
 
 @pytest.mark.metal_cpu

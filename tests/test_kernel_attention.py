@@ -175,7 +175,13 @@ def test_views_of_real_caches(window: int | None) -> None:
 # Five heads of a group and sixteen rows take two threadgroups.
 @pytest.mark.parametrize(
     ("heads", "dim", "window", "type_"),
-    [(2, 64, None, mx.float32), (2, 64, 70, mx.float32), (5, 128, None, mx.bfloat16)],
+    [
+        (2, 64, None, mx.float32),
+        (2, 64, 70, mx.float32),
+        (5, 128, None, mx.bfloat16),
+        (3, 96, 40, mx.float16),
+        (2, 256, None, mx.bfloat16),
+    ],
 )
 def test_a_row_has_the_same_bits_at_any_place_of_a_block(
     heads: int, dim: int, window: int | None, type_: mx.Dtype

@@ -81,7 +81,7 @@ class Attention(nn.Module):
         values = self.v_proj(x).reshape(1, rows, self.kv_heads, -1)
         if "q_norm" in self:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        if one_row_each(rows, caches):
+        if not self.exact and one_row_each(rows, caches):
             sinks = self.get("sinks")
             return attend_pooled(
                 queries, keys, values, caches, self.rope, scale=self.scale, sinks=sinks

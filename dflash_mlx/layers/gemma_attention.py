@@ -59,7 +59,7 @@ class GemmaAttention(nn.Module):
         rows = x.shape[1]
         queries = self.q_norm(self.q_proj(x).reshape(1, rows, self.heads, -1))  # [1, ΣT, Hq, D]
         own = () if self.borrows else self._keys_and_values(x)
-        if one_row_each(rows, caches):
+        if not self.exact and one_row_each(rows, caches):
             keys, values = own or (None, None)
             return self.o_proj(attend_pooled(queries, keys, values, caches, self.rope, scale=1.0))
         parts = [by_segment(part, segments) for part in (queries, *own)]

@@ -1,20 +1,25 @@
 """Exact mode: a target's operations give a row the same bits whatever rows are beside it.
 
-Verifying 16 rows then equals decoding them one at a time, on a GPU too.
+Verifying 16 rows then equals decoding them one at a time, on a GPU too, and a sequence has the same
+bits alone and among others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from dflash_mlx.errors import UsageError
+from dflash_mlx.features import Features
 from dflash_mlx.kernels import attention, kernels_active, matmul
 from dflash_mlx.layers.attention import Attention
 from dflash_mlx.layers.gated_delta_net import GatedDeltaNet
 from dflash_mlx.layers.gemma_attention import GemmaAttention
 from dflash_mlx.machine import blas_in_use
+from dflash_mlx.segment import Segment, rejoin
 
 #: rows that one verification may have
 MAX_ROWS = matmul.MAX_ROWS
@@ -87,6 +92,50 @@ def make_exact(target: nn.Module) -> None:
     for module in target.modules():
         if isinstance(module, Attention | GemmaAttention | GatedDeltaNet):
             module.exact = True
+    target.forward = _in_packs(target.forward)
+    target.logits = _in_groups(target.logits)
+
+
+def packs(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Segments in order, in runs of at most MAX_ROWS rows; a longer one is alone."""
+    run: list[Segment] = []
+    rows = 0
+    for segment in segments:
+        if run and rows + segment.rows > MAX_ROWS:
+            yield run
+            run, rows = [], 0
+        run.append(segment)
+        rows += segment.rows
+    yield run
+
+
+Forward = Callable[[Sequence[Segment], Sequence[int]], tuple[mx.array, Features | None]]
+
+
+def _in_packs(forward: Forward) -> Forward:
+    """`Target.forward` that gives kernels no more rows than they take, unless one segment has."""
+
+    def run(
+        segments: Sequence[Segment], taps: Sequence[int] = ()
+    ) -> tuple[mx.array, Features | None]:
+        made = [forward(pack, taps) for pack in packs(segments)]
+        hidden = rejoin([rows for rows, _ in made])
+        features = [part for _, part in made if part is not None]
+        return hidden, Features.one_behind_another(features) if features else None
+
+    return run
+
+
+def _in_groups(logits: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    """`Target.logits` for any number of rows, given to the kernels as they take them."""
+
+    def run(rows: mx.array) -> mx.array:
+        flat = rows.reshape(1, -1, rows.shape[-1])
+        starts = range(0, flat.shape[1], MAX_ROWS)
+        found = rejoin([logits(flat[:, at : at + MAX_ROWS]) for at in starts])
+        return found.reshape(*rows.shape[:-1], -1)
+
+    return run
 
 
 def _require_exact(name: str, module: nn.Module) -> None:
