@@ -61,6 +61,13 @@ def test_openblas_is_loaded_before_mlx_and_multiplies_faster() -> None:
     assert slow > 3 * fast
 
 
+@pytest.mark.parametrize(("given", "width"), [({}, "1000"), ({"MLX_BFS_MAX_WIDTH": "7"}, "7")])
+def test_a_steps_passes_may_run_beside_each_other(given: dict[str, str], width: str) -> None:
+    """Wide enough for the outputs of all passes; a person's own choice stays."""
+    code = "import dflash_mlx.train; print(json.dumps(os.environ['MLX_BFS_MAX_WIDTH']))"
+    assert _python(code, **given) == [width]
+
+
 @linux_x86
 def test_training_from_python_loads_the_fast_blas_too() -> None:
     [fast] = _python("import dflash_mlx.train.run; print(json.dumps(machine.blas_in_use().fast))")
