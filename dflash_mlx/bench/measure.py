@@ -84,7 +84,14 @@ def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
     latencies = sorted(_all(dflash, "total_seconds"))
     histogram = _added(r.stats["accept_histogram"] for r in dflash)
     cycles = sum(_all(dflash, "cycles"))
+    refused = refusal(pairs)
     rivals = {"mlx_lm": _against_rival(pairs)} if any(p.rival for p in pairs) else {}
+    if rivals and refused:
+        rivals["mlx_lm"]["dflash_against_it"] = None
+    faster = {
+        "speedup_generation": _median(_ratio(p.dflash.rate, _mean_rate(p)) for p in pairs),
+        "speedup_total": _median(_total_ratio(p) for p in pairs),
+    }
     return {
         "prompts": len({p.name for p in pairs}),
         "pairs": len(pairs),
@@ -95,8 +102,7 @@ def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
             "plain": _median(r.rate for r in plain),
             "dflash": _median(r.rate for r in dflash),
         },
-        "speedup_generation": _median(_ratio(p.dflash.rate, _mean_rate(p)) for p in pairs),
-        "speedup_total": _median(_total_ratio(p) for p in pairs),
+        **(dict.fromkeys(faster) if refused else faster),
         "plain_against_itself": _median(_ratio(p.plain.rate, p.again.rate) for p in pairs),
         "total_seconds": {
             "plain": sum(_all(plain, "total_seconds")),
@@ -120,7 +126,7 @@ def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
         },
         "tokens": sum(_all(dflash, "generation_tokens")),
         "peak_memory_gb": max(_all(dflash, "peak_memory_gb"), default=0.0),
-        "refused": refusal(pairs),
+        "refused": refused,
     }
 
 
