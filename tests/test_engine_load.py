@@ -13,6 +13,7 @@ from tiny_engine import VOCAB, write_tokenizer
 
 from dflash_mlx import engine, hub, registry
 from dflash_mlx.errors import CheckpointError, DFlashError, UsageError
+from dflash_mlx.models.exact import ExactLinear
 from dflash_mlx.registry import Pair, Registry
 
 TAPS = [0, 2]
@@ -154,3 +155,15 @@ def test_revisions_reach_the_hub_and_the_statistics(
     assert [revision for _, revision in asked] == ["abc", None]
     assert (stats.model_revision, stats.drafter_revision) == ("abc", "head")
     assert json.loads(json.dumps(stats.to_json()))["drafter_revision"] == "head"
+
+
+def test_exact_mode_reaches_target_and_statistics(
+    target: Path, drafter: Path, row_invariant_blas: None
+) -> None:
+    loaded = engine.load(str(target), draft=str(drafter), block_size=4, exact=True)
+    assert any(isinstance(module, ExactLinear) for module in loaded.target.modules())
+    answer = loaded.generate([1, 2, 3], max_tokens=5)
+    assert answer.stats.exact
+    plain = engine.load(str(target), draft=None)
+    assert not any(isinstance(module, ExactLinear) for module in plain.target.modules())
+    assert plain.generate([1, 2, 3], max_tokens=5).token_ids == answer.token_ids
