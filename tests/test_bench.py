@@ -133,3 +133,11 @@ def test_names_cannot_end_a_cell_of_the_markdown() -> None:
     lines = report.markdown(shown).splitlines()
     assert r"|  | a\|b c |" in lines
     assert r"| prompts of a\|b c | a\|b c.jsonl |" in lines
+
+
+def test_a_refused_speed_up_is_none_against_mlx_lm_either() -> None:
+    claimed = measure.summarise([pair(rival=made(4.0))])["mlx_lm"]
+    refused = measure.summarise([pair(again=5.0, rival=made(4.0))])["mlx_lm"]
+    assert claimed["dflash_against_it"] == 2
+    assert refused["dflash_against_it"] is None
+    assert refused["plain_against_it"] is not None

@@ -271,3 +271,20 @@ def test_block_mask_by_brute_force() -> None:
                             assert want == (j <= p)
                         else:
                             assert mask[row, column].item() is want
+
+
+@pytest.mark.parametrize("total", [1, 255, 16384, 16385, 40960, 100_003, 262_144])
+def test_splits_are_few_and_of_whole_tiles(total: int) -> None:
+    split = attention.split_keys(total)
+    assert -(-total // split) <= attention.MAX_SPLITS
+    for dim in (64, 96, 128, 256):
+        for dtype in ROUNDING:
+            assert split % attention.tile_keys(dim, dtype) == 0
+
+
+@pytest.mark.parametrize(("splits", "dtype"), [(2, mx.float32), (64, mx.bfloat16)])
+def test_long_contexts(splits: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits that have grown, as beyond 16,384 keys, and many of them."""
+    monkeypatch.setattr(attention, "SPLIT_KEYS", 64)
+    monkeypatch.setattr(attention, "MAX_SPLITS", splits)
+    _check(2, 1, 64, 3, 1291, dtype, CAUSAL)

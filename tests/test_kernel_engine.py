@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from conversions import tiny_families
 from metal_cpu import Mode
 from metal_kernels import kernels_on_cpu, launches
 from tiny import tiny_prompt, tiny_target
@@ -22,7 +23,7 @@ from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import DraftSampling, Proposal
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.dflash import DFlashDrafter
-from dflash_mlx.kernels import backend, try_all
+from dflash_mlx.kernels import attention, backend, try_all
 
 pytestmark = pytest.mark.metal_cpu
 
@@ -37,6 +38,10 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("sliding_bidirectional", {}),
     "qwen3_next": ("mixed", {}),
     "gemma4_shared": ("second", {}),
+    "qwen3_5_moe": ("full", {}),
+    "gemma4": ("full", {}),
+    "gemma4_unified": ("sliding", {}),
+    "gemma4_moe": ("full", {}),
 }
 
 
@@ -69,10 +74,15 @@ def _decode(target: Any, drafter: Any) -> tuple[list[int], GenerationStats]:
     return [token for step in steps for token in step], stats
 
 
+def test_every_family_is_here() -> None:
+    assert set(PAIRS) == set(tiny_families())
+
+
 @pytest.mark.parametrize("family", PAIRS)
 def test_text_drafts_and_acceptance_are_those_of_the_operations(
-    family: str, tmp_path: Path
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attention, "SPLIT_KEYS", 32)  # so that these short texts take several
     variant, overrides = PAIRS[family]
     target = tiny_target(family, **overrides)
     config = drafter_config(
@@ -104,7 +114,8 @@ def test_text_drafts_and_acceptance_are_those_of_the_operations(
     assert ran["rows_matmul"] == (3 + second) * layers * cycles
     assert ran.get("block_convolution", 0) == 2 * second * layers * cycles
     assert ran["block_attention"] > layers * cycles
-    if family in ("qwen3_5", "qwen3_next"):
+    assert ran["attention_combine"] > cycles
+    if family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
         assert ran["gated_delta_advance"] > ran["gated_delta_replay"] > cycles
 
 

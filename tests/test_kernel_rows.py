@@ -1,4 +1,7 @@
-"""Every kernel: a row has the same bits in blocks of 1 to 16 rows, wherever it stands in them."""
+"""Products and convolutions: a row has the same bits in blocks of 1 to 16 rows, at any place.
+
+The tests of attention and of the gated delta rule have theirs.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ class MlxLm:
 
     def __init__(self, engine: Engine, config: Mapping[str, Any]) -> None:
         if engine.exact:
-            raise UsageError("--against mlx-lm compares ordinary operations. Leave --exact out.")
+            raise UsageError(
+                "mlx-lm is compared with ordinary operations. Load the model without exact."
+            )
         assert isinstance(engine.target, nn.Module)
         self._model = mlx_lm_model(config, engine.target)
         self._tokenizer = mlx_lm_tokenizer(engine)

@@ -15,6 +15,7 @@ from mlx.utils import tree_map_with_path
 from dflash_mlx.errors import UsageError
 from dflash_mlx.features import Features
 from dflash_mlx.kernels import attention, kernels_active, matmul
+from dflash_mlx.kernels.backend import choice
 from dflash_mlx.layers.attention import Attention
 from dflash_mlx.layers.gated_delta_net import GatedDeltaNet
 from dflash_mlx.layers.gemma_attention import GemmaAttention
@@ -80,8 +81,8 @@ def make_exact(target: nn.Module) -> None:
     blas = blas_in_use()
     if not kernels_active() and blas.name != "bundled reference BLAS":
         raise UsageError(
-            f"Exact mode needs the Metal kernels, and {blas.name} orders sums by the number of "
-            "rows. Leave --exact out, or run on Apple Silicon."
+            f"Exact mode needs the Metal kernels ({choice().reason}), and {blas.name} orders sums "
+            "by the number of rows. Leave --exact out, or run on Apple Silicon with its kernels."
         )
     for name, module in target.named_modules():
         _require_exact(name, module)
