@@ -174,6 +174,12 @@ def test_segments_share_a_pass_up_to_the_kernels_rows(rows: list[int], runs: lis
     assert [segment for pack in made for segment in pack] == segments
 
 
+def test_logits_of_no_rows(row_invariant_blas: None) -> None:
+    target = exact_target("llama")
+    shape = (1, 0, target.hidden_size)
+    assert target.logits(mx.zeros(shape)).shape == (1, 0, target.vocab_size)
+
+
 @pytest.mark.metal_cpu
 def test_bits_differ_without_exact_mode() -> None:
     """The test above has teeth: attention by MLX for single rows is enough to part them."""

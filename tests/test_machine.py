@@ -61,11 +61,14 @@ def test_openblas_is_loaded_before_mlx_and_multiplies_faster() -> None:
     assert slow > 3 * fast
 
 
-@pytest.mark.parametrize(("given", "width"), [({}, "1000"), ({"MLX_BFS_MAX_WIDTH": "7"}, "7")])
-def test_a_steps_passes_may_run_beside_each_other(given: dict[str, str], width: str) -> None:
-    """Wide enough for the outputs of all passes; a person's own choice stays."""
+@pytest.mark.parametrize(
+    ("given", "width"),
+    [(None, "1000"), ("7", "7"), ("0", "1000"), ("", "1000"), ("abc", "1000")],
+)
+def test_a_steps_passes_may_run_beside_each_other(given: str | None, width: str) -> None:
+    """Wide enough for the outputs of all passes; a person's own choice stays, if it is one."""
     code = "import dflash_mlx.train; print(json.dumps(os.environ['MLX_BFS_MAX_WIDTH']))"
-    assert _python(code, **given) == [width]
+    assert _python(code, **({} if given is None else {"MLX_BFS_MAX_WIDTH": given})) == [width]
 
 
 @linux_x86

@@ -78,10 +78,16 @@ def test_a_reduced_head_saves_by_its_rows_and_never_more_than_drafting() -> None
                 {"context": 64},
                 {"context": 64, "plain": -1, "cycles": {"1": 1}, "drafting": 1},
                 {"context": 64, "plain": 1, "cycles": {}, "drafting": 1},
+                {"context": -7, "plain": 1, "cycles": {"1": 1}, "drafting": 1},
+                {"context": float("inf"), "plain": 1, "cycles": {"1": 1}, "drafting": 1},
+                {"context": 64, "plain": 1e-320, "cycles": {"1": 1}, "drafting": 1},
+                {"context": 64, "plain": 1, "cycles": {"1": 1, "100000000000": 2}, "drafting": 1},
             )
         ),
         {"measured": CHEAP.to_json()["measured"] * 2, "head": None},
         CHEAP.to_json() | {"head": {"whole": 8, "reduced": 8, "saved": {"1": 0.1}}},
+        CHEAP.to_json() | {"head": {"whole": 8, "reduced": 4, "saved": {"1": float("nan")}}},
+        CHEAP.to_json() | {"head": {"whole": 8, "reduced": 4, "saved": {"-4": -5.0}}},
     ],
 )
 def test_damaged_costs_are_refused(document: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import shutil
@@ -19,6 +20,7 @@ from tiny_training import own_texts, write_answers, write_target
 import dflash_mlx
 from dflash_mlx.cli import main
 from dflash_mlx.errors import UsageError
+from dflash_mlx.train import folder as folders
 from dflash_mlx.train.answer_file import AnswerFile, AnswerSettings
 from dflash_mlx.train.checkpoint import Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
@@ -220,7 +222,32 @@ def test_weights_changed_in_place_have_another_name(order, tmp_path):
     mx.save_safetensors(str(copied / "model.safetensors"), weights)
     names.append(target_name(local, dflash_mlx.load(str(copied), draft=None)))
     assert names[0] == names[1] != names[2]
-    assert all(name.startswith(f"{copied}@") for name in names)
+    assert all(name.startswith("target@") for name in names)
+
+
+def test_a_run_killed_while_it_marked_its_folder_goes_on(tmp_path):
+    (tmp_path / "partial-training.unfinished.json").write_text("{")
+    with taken(tmp_path):
+        assert (tmp_path / "training.unfinished.json").exists()
+
+
+def test_a_disk_without_locks_is_no_other_run(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(folders.fcntl, "flock", unsupported)
+    with pytest.raises(UsageError, match="cannot be locked"), taken(tmp_path):
+        pass
+
+
+def test_a_path_written_otherwise_is_the_same_target(order, monkeypatch):
+    monkeypatch.chdir(Path(order.target).parent)
+    folder = Path(order.target).name
+    names = {
+        target_name(replace(order, target=path), dflash_mlx.load(path, draft=None))
+        for path in (order.target, f"./{folder}", f"../{Path.cwd().name}/{folder}/")
+    }
+    assert len(names) == 1
 
 
 def test_names_of_pinned_weights_are_their_pins():

@@ -300,6 +300,26 @@ def test_damaged_features_are_named(order):
         train(replace(short, out=order.out / "other"))
 
 
+def test_features_of_another_text_are_named(order):
+    work = order.out / "work"
+    short = replace(order, recipe=replace(RECIPE, steps=2), work=work)
+    train(short)
+    for shard in (work / "features").rglob("features-*.safetensors"):
+        arrays = {name: mx.array(array[:3]) for name, array in mx.load(str(shard)).items()}
+        mx.eval(arrays)
+        mx.save_safetensors(str(shard), arrays)
+    with pytest.raises(CheckpointError, match="other shapes than its text"):
+        train(replace(short, out=order.out / "other"))
+
+
+def test_a_lost_drafter_is_not_passed_over(order):
+    finished = replace(order, recipe=replace(RECIPE, steps=2))
+    train(finished)
+    (order.out / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="not its best drafter"):
+        train(finished)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

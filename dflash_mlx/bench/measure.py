@@ -230,7 +230,7 @@ def _total_ratio(pair: Pair) -> float | None:
     plain, dflash, again = each
     if plain is None or dflash is None or again is None:
         return None
-    return (plain + again) / 2 / dflash
+    return _ratio((plain + again) / 2, dflash)
 
 
 def _mean_rate(pair: Pair) -> float | None:
@@ -239,7 +239,7 @@ def _mean_rate(pair: Pair) -> float | None:
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one / other
+    return None if one is None or not other else one / other
 
 
 def _all(runs: Iterable[Run], name: str) -> list[Any]:

@@ -28,6 +28,8 @@ NEARBY, LASTING = 1.25, 256
 RECENT = 64
 #: tables kept: contexts and rows of heads come and go
 TABLES = 256
+#: no step takes less, and no block has more rows
+LEAST_SECONDS, MOST_ROWS = 1e-9, 1024
 #: plain steps that a cycle costs at least, whatever was measured: it is one, and drafts besides
 LEAST_CYCLE = 1.02
 
@@ -147,7 +149,7 @@ class Costs:
         try:
             measured = tuple(_measured(m) for m in document["measured"])  # type: ignore[index]
             head = _head(document["head"])  # type: ignore[index]
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"A stored calibration is damaged ({error}). Run `dflash-mlx calibrate` again."
             ) from None
@@ -232,8 +234,10 @@ def _measured(entry: Mapping[str, Any]) -> Measured:
     cycles = {int(n): float(seconds) for n, seconds in entry["cycles"].items()}
     found = Measured(int(entry["context"]), float(entry["plain"]), cycles, float(entry["drafting"]))
     seconds: Sequence[float] = [found.plain, found.drafting, *cycles.values()]
-    if not cycles or min(cycles) < 1 or not all(0 < s < float("inf") for s in seconds):
+    if not all(LEAST_SECONDS < s < float("inf") for s in seconds):
         raise ValueError("times are positive numbers of seconds")
+    if not cycles or not 1 <= min(cycles) <= max(cycles) < MOST_ROWS or found.context < 0:
+        raise ValueError("cycles have drafts, and contexts rows")
     return found
 
 
@@ -244,4 +248,6 @@ def _head(entry: Mapping[str, Any] | None) -> HeadCost | None:
     found = HeadCost(int(entry["whole"]), int(entry["reduced"]), saved)
     if not saved or not 0 < found.reduced < found.whole:
         raise ValueError("a reduced head has fewer rows than the whole one")
+    if min(saved) < 1 or not all(abs(s) < float("inf") for s in saved.values()):
+        raise ValueError("what a head saves is a number of seconds by drafts")
     return found

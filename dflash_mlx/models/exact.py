@@ -131,6 +131,8 @@ def _in_groups(logits: Callable[[mx.array], mx.array]) -> Callable[[mx.array], m
     """`Target.logits` for any number of rows, given to the kernels as they take them."""
 
     def run(rows: mx.array) -> mx.array:
+        if not rows.size:
+            return logits(rows)
         flat = rows.reshape(1, -1, rows.shape[-1])
         starts = range(0, flat.shape[1], MAX_ROWS)
         found = rejoin([logits(flat[:, at : at + MAX_ROWS]) for at in starts])

@@ -69,7 +69,8 @@ class AnswerFile:
 
     def add(self, text: Text) -> None:
         """Write an answer's line; UsageError when it does not fit on the disk."""
-        line, size = text.as_json().encode() + b"\n", self.path.stat().st_size
+        line = text.as_json().encode() + b"\n"
+        size = os.fstat(self._lines.fileno()).st_size
         try:
             written = self._lines.write(line)
             if written < len(line):  # the disk has become full; ask it for its reason

@@ -31,6 +31,11 @@ def save_drafter(folder: Path, config: Mapping[str, Any], parameters: Any) -> No
     write_text(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
 
 
+def has_drafter(folder: Path) -> bool:
+    """Whether `save_drafter` has written there."""
+    return (folder / _WEIGHTS).exists() and (folder / _CONFIG).exists()
+
+
 def save_token_order(folder: Path, texts: Iterable[Text]) -> None:
     """Write which tokens drafts are likely to be, the most frequent first.
 

@@ -134,14 +134,25 @@ class FeatureCache:
 
     def read(self, text: Text) -> Seen:
         """One text's features, read from its shard now. CheckpointError when it is damaged."""
-        key = _key(text)
-        stored = _open(self._where[key])
+        key, rows = _key(text), len(text.answer_ids)
+        shard = self._where[key]
+        stored = _open(shard)
         features = stored[f"{key}.features"]
-        none = np.zeros((len(text.answer_ids), 0), np.float32)
-        ids = stored.get(f"{key}.ids", mx.array(none.astype(np.int32)))
-        logprobs = stored.get(f"{key}.logprobs", mx.array(none))
+        ids, logprobs = mx.zeros((rows, 0), mx.int32), mx.zeros((rows, 0))
+        if self.spec.top_k:
+            ids, logprobs = (stored.get(f"{key}.{part}", ids) for part in ("ids", "logprobs"))
+        whole = features.ndim == 2 and len(features) == text.length
+        labelled = not self.spec.top_k or (ids.ndim == 2 and ids.size > 0)
+        if not (whole and labelled and ids.shape == logprobs.shape and len(ids) == rows):
+            raise _damaged(shard, f"those of {text.name} have other shapes than its text")
         mx.eval(features, ids, logprobs)
         return Seen(features, ids, logprobs)
+
+
+def _damaged(shard: Path, why: object) -> CheckpointError:
+    return CheckpointError(
+        f"The cached features in {shard} are damaged ({why}); delete that file and start again."
+    )
 
 
 def _open(shard: Path) -> dict[str, mx.array]:
@@ -149,10 +160,7 @@ def _open(shard: Path) -> dict[str, mx.array]:
     try:
         arrays = mx.load(str(shard))
     except RuntimeError as error:
-        raise CheckpointError(
-            f"The cached features in {shard} are damaged ({error}); delete that file and start "
-            "again."
-        ) from None
+        raise _damaged(shard, error) from None
     assert isinstance(arrays, dict)
     return arrays
 

@@ -23,13 +23,18 @@ def make_folder(folder: Path) -> None:
         raise UsageError(f"{folder} cannot be a folder ({reason(error)}). Give another.") from None
 
 
+def partial_of(file: Path) -> Path:
+    """Where a file is written before it takes its place."""
+    return file.with_name(f"partial-{file.name}")
+
+
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """Where to write what then takes `file`'s place in one step.
 
     What is written so far is removed when that fails; UsageError when the disk is why.
     """
-    partial = file.with_name(f"partial-{file.name}")
+    partial = partial_of(file)
     try:
         yield partial
         with partial.open("rb") as written:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train.checkpoint import STATE
-from dflash_mlx.train.files import make_folder, reason, write_text
+from dflash_mlx.train.files import make_folder, partial_of, reason, write_text
 
 #: stands in a run's folder until the run is finished: a run that was stopped may have no state yet
 MARK = "training.unfinished.json"
@@ -51,9 +51,13 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UsageError(
                 f"Another training run is writing {folder}. Wait for it, or give another folder."
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                f"{folder} cannot be locked ({reason(error)}). Give one on another disk."
             ) from None
         yield
     finally:
@@ -62,7 +66,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _mark(folder: Path) -> bool:
     """Whether the folder is new, and marked now; False for that of an earlier run."""
-    names = _names(folder)
+    names = _names(folder) - {partial_of(folder / MARK).name}  # of a run killed at once
     if STATE in names or MARK in names:
         return False
     if names:

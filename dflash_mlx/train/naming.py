@@ -16,9 +16,11 @@ _SETTINGS = ("config.json", "generation_config.json")
 def target_name(order: Order, engine: Engine) -> str:
     """Its model's name, and the hub's commit or a hash of what is on disk behind an @.
 
-    The same weights have the same name on every machine.
+    The same weights have the same name on every machine, however the path to them is written.
     """
-    return f"{engine.model}@{engine.revisions[0] or _content(order, engine)}"
+    if engine.revisions[0] is not None:
+        return f"{engine.model}@{engine.revisions[0]}"
+    return f"{Path(engine.model).resolve().name}@{_content(order, engine)}"
 
 
 def _content(order: Order, engine: Engine) -> str:

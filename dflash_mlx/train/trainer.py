@@ -21,7 +21,7 @@ from dflash_mlx.models.base import Target
 from dflash_mlx.train.batches import Work, epoch_steps, passes
 from dflash_mlx.train.checkpoint import Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
-from dflash_mlx.train.export import as_drafter, save_drafter
+from dflash_mlx.train.export import as_drafter, has_drafter, save_drafter
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.interrupt import uninterrupted
 from dflash_mlx.train.loss import HeadSubset, position_weights
@@ -146,6 +146,11 @@ class Trainer:
             raise UsageError(
                 f"{self.folder} holds a run with other settings ({'; '.join(differing)}). Give "
                 "those again, or another folder."
+            )
+        if self.progress.history and not has_drafter(self.folder):
+            raise UsageError(
+                f"{self.folder} has the state of a run, but not its best drafter: "
+                "model.safetensors, config.json. Put them back, or give another folder."
             )
         self.optimizer.init(self.parameters)
         self.optimizer.state = state
