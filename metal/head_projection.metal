@@ -22,7 +22,7 @@ Tile<W, S> tiles[TILES];
 for (int t = 0; t < TILES; t++) {
     if (key < 0) tiles[t] = {q_weights, q_scales, q_biases, head * D, 0};
     else if (value < 0) tiles[t] = {k_weights, k_scales, k_biases, key * D, 0};
-    else tiles[t] = {v_weights, v_scales, v_biases, value_row + value * D, 0};
+    else tiles[t] = {v_weights, v_scales, v_biases, value * D, 0};
     tiles[t].end = tiles[t].first + D;
     tiles[t].first += (simd * TILES + t) * 8;
 }
@@ -53,7 +53,7 @@ for (int m = simd; m < rows; m += SIMDS) {
         if (BIAS) {
             if (key < 0) number += float(q_bias[head * D + d]);
             else if (value < 0) number += float(k_bias[key * D + d]);
-            else number += float(v_bias[value_row + value * D + d]);
+            else number += float(v_bias[value * D + d]);
         }
         head_rows[m][d] = number;
         sum += number * number;

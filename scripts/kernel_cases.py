@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from dflash_mlx.features import Features
 from dflash_mlx.kernels import (
+    Coefficients,
     DeltaRows,
     Fused,
     HeadProjection,
@@ -140,12 +141,13 @@ def context_case(
     heads = layers * kv_heads
 
     def make() -> Run:
-        joined, fused = _linear(2 * heads * dim, hidden, bits), _noise(1, rows, hidden)
-        given = HeadProjection(joined, mx.ones((layers, dim), DTYPE), 1e-6, kv_heads)
+        keys, values = (_linear(heads * dim, hidden, bits) for _ in range(2))
+        fused = _noise(1, rows, hidden)
+        given = HeadProjection(keys, values, mx.ones((layers, dim), DTYPE), 1e-6, kv_heads)
         squares = mx.square(fused[0].astype(mx.float32)).sum(axis=-1)[None]
-        mx.eval(joined.parameters(), fused, squares)
+        mx.eval(keys.parameters(), values.parameters(), fused, squares)
         call = (Fused(fused, squares), _norm(hidden), given, _rope(dim), 1000)
-        return lambda: list(context_projection(*call))
+        return lambda: [context_projection(*call)]
 
     shape = f"{name}, {rows} rows, {hidden} -> K and V of {heads} x {dim}, {bits or 16} bits"
     return _heads_case(shape, rows, hidden, 2 * heads, dim, bits, make)
@@ -189,21 +191,25 @@ def _heads_case(
 
 
 def convolution_case(name: str, rows: int, hidden: int, taps: int) -> Case:
-    """One side of a sublayer of DFlash 2, with the residual."""
+    """The input side of a sublayer of DFlash 2, with its norm and a residual; groups of 128."""
+
+    groups = max(1, hidden // 128)
 
     def make() -> Run:
         x, residual = _noise(1, rows, hidden), _noise(1, rows, hidden)
         # As in a layer a view of both sides' coefficients.
-        coefficients = _noise(rows, 2, taps, hidden)
-        mx.eval(x, residual, coefficients)
-        return lambda: [block_convolution(x, coefficients[:, 1], residual)]
+        base, dynamic = _noise(taps, hidden), _noise(rows, 2, taps, groups)
+        mx.eval(x, residual, base, dynamic)
+        own, norm = Coefficients(base, dynamic[:, 1]), _norm(hidden)
+        return lambda: [block_convolution(x, own, norm=norm, residual=residual)]
 
     return Case(
         convolution.OPERATION,
         f"{name}, {rows} rows of {hidden}, {taps} taps",
-        2 * rows * hidden * (taps + 3),
-        2 * rows * hidden * taps,
-        (convolution.launch_of(rows, hidden),),
+        # x is read for the sums of every threadgroup's rows, too, but from the cache.
+        2 * (rows * hidden * 3 + taps * (hidden + rows * groups)),
+        2 * rows * hidden * (2 * taps + 1),
+        (convolution.launch_of(rows, taps, hidden),),
         make,
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import tiny_drafter as tiny
 from mlx.utils import tree_flatten
@@ -21,8 +22,9 @@ from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import DraftSampling
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.dflash2 import DFlash2Drafter, Walk
-from dflash_mlx.kernels import block_convolution
+from dflash_mlx.kernels import Coefficients, block_convolution
 
+Both = tuple[Coefficients, ...]  # of the input and of the output side
 TOLERANCE = 1e-4
 HEAT = 0.7  # temperature of the goldens' sampled drafts
 GOLDENS = mx.load(str(Path(__file__).parent / "goldens" / "drafters" / "dflash2.safetensors"))
@@ -126,10 +128,10 @@ def interleaved_groups(drafter: DFlash2Drafter) -> None:
         conv = layer.attention_conv
         weight = conv.kernel_projection.weight
 
-        def coefficients(x: mx.array, conv=conv, weight=weight) -> tuple[mx.array, mx.array]:
-            dynamic = (x[0] @ weight.T).reshape(x.shape[1], 2, conv.taps, conv.groups)
-            both = conv.base_kernel + mx.tile(dynamic, (1, 1, 1, x.shape[2] // conv.groups))
-            return both[:, 0], both[:, 1]
+        def coefficients(x: mx.array, norm: nn.RMSNorm, conv=conv, weight=weight) -> Both:
+            dynamic = (norm(x)[0] @ weight.T).reshape(x.shape[1], 2, conv.taps, conv.groups)
+            each = mx.tile(dynamic, (1, 1, 1, x.shape[2] // conv.groups))
+            return tuple(Coefficients(conv.base_kernel[i], each[:, i]) for i in (0, 1))
 
         conv.coefficients = coefficients
 
@@ -140,9 +142,9 @@ def from_the_convolved_input(drafter: DFlash2Drafter) -> None:
         conv = layer.mlp_conv
         true = conv.coefficients
 
-        def coefficients(x: mx.array, true=true) -> tuple[mx.array, mx.array]:
-            before = true(x)[0]
-            return before, true(block_convolution(x, before))[1]
+        def coefficients(x: mx.array, norm: nn.RMSNorm, true=true) -> Both:
+            before = true(x, norm)[0]
+            return before, true(block_convolution(x, before, norm=norm))[1]
 
         conv.coefficients = coefficients
 
@@ -153,9 +155,15 @@ def coefficients_of_the_input_row(drafter: DFlash2Drafter) -> None:
         conv = layer.attention_conv
         true = conv.coefficients
 
-        def coefficients(x: mx.array, true=true) -> tuple[mx.array, ...]:
+        def coefficients(x: mx.array, norm: nn.RMSNorm, true=true) -> Both:
             return tuple(
-                mx.concatenate([c[:, :1], mx.roll(c[:, 1:], 1, axis=0)], axis=1) for c in true(x)
+                Coefficients(
+                    c.base,
+                    mx.concatenate(
+                        [c.dynamic[:, :1], mx.roll(c.dynamic[:, 1:], 1, axis=0)], axis=1
+                    ),
+                )
+                for c in true(x, norm)
             )
 
         conv.coefficients = coefficients

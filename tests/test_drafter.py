@@ -264,14 +264,14 @@ def test_rewound_context_drafts_as_a_fresh_one(drafter_of: Any, variant: str) ->
 def test_long_chunk_projects_only_the_rows_that_stay(drafter_of: Any) -> None:
     drafter = drafter_of("sliding")
     seen: list[int] = []
-    projection = drafter._projections[0]
-    joined = projection.joined
+    made = drafter._projections
+    (whole,) = made.heads
 
     def counted(x: mx.array) -> mx.array:
         seen.append(x.shape[1])
-        return joined(x)
+        return whole.keys(x)
 
-    projection.heads = replace(projection.heads, joined=counted)
+    made.heads[0] = made.whole = replace(whole, keys=counted)
     features = features_of(drafter, 300)
     cache, fresh = drafter.make_cache(), drafter.make_cache()
     drafter.observe(features, cache)
@@ -311,7 +311,7 @@ def test_joined_projections_hold_no_second_copy(drafter_of: Any) -> None:
     attention = drafter.model.layers[1].self_attn
     before = mx.get_active_memory()
     assert mx.array_equal(
-        drafter._projections[0].joined.weight[32:64], attention.k_proj.weight
+        drafter._projections.whole.keys.weight[32:64], attention.k_proj.weight
     ).item()
     assert mx.get_active_memory() - before < attention.k_proj.weight.nbytes
 

@@ -17,7 +17,14 @@ from test_kernel_matmul import dense, linear_layer
 from test_kernel_projection import TYPES, norm_of, reference, rope_of
 
 from dflash_mlx.features import Features
-from dflash_mlx.kernels import HeadProjection, block_convolution, block_projection, fuse_taps
+from dflash_mlx.kernels import (
+    Coefficients,
+    HeadProjection,
+    block_convolution,
+    block_projection,
+    fuse_taps,
+    rows_matmul,
+)
 
 pytestmark = pytest.mark.metal_cpu
 
@@ -115,11 +122,7 @@ def _as_context(
     first: nn.Module, second: nn.Module, norm: nn.RMSNorm, heads: int
 ) -> HeadProjection:
     """Two projections as the keys and values of a context, for its reference."""
-    joined = nn.Linear(1, 1, bias="bias" in first)
-    joined.weight = mx.array(np.concatenate([dense(first), dense(second)]).astype(np.float32))
-    if "bias" in first:
-        joined.bias = mx.concatenate([first.bias, second.bias])
-    return HeadProjection(joined, norm.weight[None], norm.eps, heads)
+    return HeadProjection(first, second, norm.weight[None], norm.eps, heads)
 
 
 def _check_block(layer: Layer, rows: int, kind: str, dtype: mx.Dtype = mx.float32) -> None:
@@ -181,29 +184,65 @@ def test_projections_of_two_kinds_go_to_the_twin() -> None:
     assert made == []
 
 
-# One row, fewer rows than taps, primes, more channels than a threadgroup has threads.
 @pytest.mark.parametrize(
-    ("dtype", "rows", "taps", "hidden"),
+    ("dtype", "bits", "rows"), [(mx.float32, 0, 5), (mx.float16, 4, 9), (mx.bfloat16, 8, 16)]
+)
+def test_products_of_normed_rows(dtype: mx.Dtype, bits: int, rows: int) -> None:
+    linear = linear_layer(20, 192, dtype, bits, 32)
+    x, norm = random((1, rows, 192), dtype, 3), nn.RMSNorm(192, eps=1e-2)
+    norm.weight = 1 + random((192,), dtype, 5, 0.3)
+    twin = rows_matmul(x, linear, norm=norm)
+    with kernels_on_cpu() as made:
+        found = rows_matmul(x, linear, norm=norm)
+    assert launches(made) == {"rows_matmul": 1}
+    plain = exact(x[0])
+    plain = plain / np.sqrt((plain**2).mean(axis=-1, keepdims=True) + norm.eps) * exact(norm.weight)
+    want, size = plain @ dense(linear).T, np.abs(plain) @ np.abs(dense(linear)).T
+    assert_near(found[0], want, size)
+    if dtype == mx.float32:
+        assert_near(twin[0], want, size)
+
+
+# One row, fewer rows than taps, primes, more channels than a threadgroup has threads and no
+# multiple of them, a channel a group, SmolLM2's drafter.
+@pytest.mark.parametrize(
+    ("dtype", "rows", "taps", "hidden", "groups"),
     [
-        (mx.float32, 1, 2, 1),
-        (mx.float32, 2, 4, 37),
-        (mx.float16, 5, 2, 40),
-        (mx.bfloat16, 16, 3, 300),
+        (mx.float32, 1, 2, 1, 1),
+        (mx.float32, 2, 4, 37, 37),
+        (mx.float32, 6, 4, 576, 9),
+        (mx.float16, 5, 2, 40, 5),
+        (mx.bfloat16, 16, 3, 300, 6),
     ],
 )
-def test_convolutions(dtype: mx.Dtype, rows: int, taps: int, hidden: int) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_convolutions(
+    dtype: mx.Dtype, rows: int, taps: int, hidden: int, groups: int, normed: bool
+) -> None:
     x, residual = (random((1, rows, hidden), dtype, seed) for seed in (1, 2))
-    coefficients = random((rows, 2, taps, hidden), dtype, 3)[:, 1]
-    added = residual if rows != 2 else None
-    twin = block_convolution(x, coefficients, added)
+    base = random((taps, hidden), dtype, 3)
+    coefficients = Coefficients(base, random((rows, 2, taps, groups), dtype, 4)[:, 1])
+    added, norm = residual if rows != 2 else None, None
+    if normed:
+        norm = nn.RMSNorm(hidden, eps=1e-2)
+        norm.weight = 1 + random((hidden,), dtype, 5, 0.3)
+    twin = block_convolution(x, coefficients, norm=norm, residual=added)
     with kernels_on_cpu() as made:
-        found = block_convolution(x, coefficients, added)
+        found = block_convolution(x, coefficients, norm=norm, residual=added)
     assert launches(made) == {"block_convolution": 1}
-    padded = np.concatenate([np.zeros((taps - 1, hidden)), exact(x[0])])
+    rows_in = exact(x[0])
+    if norm is not None:
+        rms = np.sqrt((rows_in**2).mean(axis=-1, keepdims=True) + norm.eps)
+        rows_in = rows_in / rms * exact(norm.weight)
+    padded = np.concatenate([np.zeros((taps - 1, hidden)), rows_in])
     lags = np.stack([padded[taps - 1 - k : taps - 1 - k + rows] for k in range(taps)], axis=1)
-    terms = lags * exact(coefficients)
+    dynamic = np.repeat(exact(coefficients.dynamic), hidden // groups, axis=2)
+    terms, sizes = (
+        lags * (exact(base) + dynamic),
+        np.abs(lags) * (np.abs(exact(base)) + np.abs(dynamic)),
+    )
     more = exact(added[0]) if added is not None else np.zeros((rows, hidden))
-    want, size = terms.sum(axis=1) + more, np.abs(terms).sum(axis=1) + np.abs(more)
+    want, size = terms.sum(axis=1) + more, sizes.sum(axis=1) + np.abs(more)
     assert_near(found[0], want, size)
     if dtype == mx.float32:
         assert_near(twin[0], want, size)

@@ -10,6 +10,7 @@ from metal_cpu import SCHEDULES, Mode
 from metal_kernels import assert_near, exact, kernels_on_cpu, launches, random
 from test_kernel_matmul import dense, linear_layer
 
+from dflash_mlx.draft.dflash import rows_of
 from dflash_mlx.kernels import (
     Fused,
     HeadProjection,
@@ -30,14 +31,17 @@ def _heads(
     bits: int = 0,
     bias: bool = False,
 ) -> HeadProjection:
-    joined = linear_layer(2 * layers * kv_heads * dim, hidden, dtype, bits, 32, bias)
+    heads = layers * kv_heads * dim
+    # Rows of one table: as where layers with a window are projected apart from the others.
+    joined = linear_layer(2 * heads, hidden, dtype, bits, 32, bias)
+    keys, values = (rows_of(joined, rows) for rows in (slice(heads), slice(heads, 2 * heads)))
     head_norms = 1 + random((layers, dim), dtype, 2, 0.3)
-    return HeadProjection(joined, head_norms, 2e-3, kv_heads)
+    return HeadProjection(keys, values, head_norms, 2e-3, kv_heads)
 
 
 def norm_of(heads: HeadProjection) -> nn.RMSNorm:
     """A norm of the fused features that fits the projection."""
-    hidden = dense(heads.joined).shape[1]
+    hidden = dense(heads.keys).shape[1]
     norm = nn.RMSNorm(hidden, eps=1e-3)
     norm.weight = 1 + random((hidden,), heads.head_norms.dtype, 1, 0.3)
     return norm
@@ -45,7 +49,7 @@ def norm_of(heads: HeadProjection) -> nn.RMSNorm:
 
 def _project(
     fused: mx.array, heads: HeadProjection, rope: Rope, position: int, *, parts: int = 0
-) -> tuple[mx.array, mx.array]:
+) -> mx.array:
     """With the squares of the rows in that many parts, if any."""
     squares = None
     if parts:
@@ -67,10 +71,13 @@ def reference(
     fused: mx.array, heads: HeadProjection, rope: Rope, position: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Keys and values in float64 as [layers, Hkv, S, D], and the size of the sums behind them."""
-    x, weights, norm = exact(fused[0]), dense(heads.joined), norm_of(heads)
+    both, norm = (heads.keys, heads.values), norm_of(heads)
+    x, weights = exact(fused[0]), np.concatenate([dense(part) for part in both])
     rms = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
     x = x / rms * exact(norm.weight)
-    bias = exact(heads.joined.bias) if "bias" in heads.joined else np.zeros(len(weights))
+    bias = np.zeros(len(weights))
+    if "bias" in heads.keys:
+        bias = np.concatenate([exact(part.bias) for part in both])
     layers, dim = heads.head_norms.shape
     shape = (len(x), 2, layers, heads.kv_heads, dim)
     sums, sizes = (

@@ -18,6 +18,7 @@ from test_kernel_projection import norm_of, rope_of
 
 from dflash_mlx.features import Features
 from dflash_mlx.kernels import (
+    Coefficients,
     Fused,
     HeadProjection,
     block_convolution,
@@ -98,15 +99,18 @@ def test_fused_taps(dtype: mx.Dtype, bits: int, columns: int) -> None:
 )
 def test_context_keys_and_values(dtype: mx.Dtype, bits: int, columns: int, kind: str) -> None:
     layers, kv_heads, dim = 2, 2, 16
-    joined = linear_layer(2 * layers * kv_heads * dim, columns, dtype, bits, 32, bias=bits == 4)
-    heads = HeadProjection(joined, 1 + random((layers, dim), dtype, 2, 0.3), 2e-3, kv_heads)
+    keys, values = (
+        linear_layer(layers * kv_heads * dim, columns, dtype, bits, 32, bias=bits == 4)
+        for _ in range(2)
+    )
+    head_norms = 1 + random((layers, dim), dtype, 2, 0.3)
+    heads = HeadProjection(keys, values, head_norms, 2e-3, kv_heads)
     x, norm, rope = random((1, 16, columns), dtype, 7), norm_of(heads), rope_of(dim, kind)
     squares = mx.square(x.astype(mx.float32)).sum(axis=-1)
 
     def rows(first: int, stop: int) -> list[mx.array]:
         fused = Fused(x[:, first:stop], squares[:, first:stop])
-        found = context_projection(fused, norm, heads, rope, POSITION + first)
-        return [part.swapaxes(0, part.ndim - 2) for part in found]
+        return [context_projection(fused, norm, heads, rope, POSITION + first).swapaxes(0, 3)]
 
     _assert_rows_keep_their_bits(rows)
 
@@ -135,10 +139,12 @@ def test_a_blocks_own_projections(dtype: mx.Dtype, bits: int, columns: int, norm
 def test_convolutions(dtype: mx.Dtype, taps: int, hidden: int) -> None:
     """They look back as far as the anchor, so that blocks differ in their length only."""
     x, residual = (random((1, 16, hidden), dtype, seed) for seed in (1, 2))
-    coefficients = random((16, 2, taps, hidden), dtype, 3)[:, 1]
+    base, dynamic = random((taps, hidden), dtype, 3), random((16, 2, taps, hidden), dtype, 4)[:, 1]
+    norm = nn.RMSNorm(hidden)
 
     def rows(first: int, stop: int) -> list[mx.array]:
-        found = block_convolution(x[:, :stop], coefficients[:stop], residual[:, :stop])
+        own = Coefficients(base, dynamic[:stop])
+        found = block_convolution(x[:, :stop], own, norm=norm, residual=residual[:, :stop])
         return [found[0, first:]]
 
     _assert_rows_keep_their_bits(rows)

@@ -97,11 +97,12 @@ def test_without_metal_there_is_nothing_to_measure(capsys: pytest.CaptureFixture
 def test_dispatches_of_a_cycle() -> None:
     layers = 2
     before, after = (kernel_dispatches.count_cycle(kernels, layers) for kernels in (False, True))
-    # fc, K and V of all layers, and two writes.
-    assert after["inject"] == {"fuse_taps": 1, "head_projection": 1, "__setitem__": 2}
-    # Two taps joined, two products, two norms with weights apart, rope, and two writes a layer.
-    products = 2 * kernel_dispatches.PRODUCT
-    assert before["inject"].total() == 2 + products + 2 + 2 + 1 + 2 * layers
+    # fc, K and V of all layers, and one write.
+    assert after["inject"] == {"fuse_taps": 1, "head_projection": 1, "__setitem__": 1}
+    # Two taps joined, three products, two norms with weights apart, rope, keys and values joined,
+    # and two writes a layer.
+    products = 3 * kernel_dispatches.PRODUCT
+    assert before["inject"].total() == 2 + products + 2 + 2 + 1 + 2 + 2 * layers
     assert before["draft"]["scaled_dot_product_attention"] == layers
     assert after["draft"]["block_attention"] == after["draft"]["attention_combine"] == layers
     # Two joined ids and a look-up, the cast of logits, final norm and head, the choice, and whether
@@ -115,8 +116,8 @@ def test_dispatches_of_a_draft_layer() -> None:
     assert kernel_dispatches.per_layer(False) == 4 + 7 * 2 + 2 + 2 + 1 + 1 + 2
     # Heads, two of attention, its output, and two of the MLP.
     assert kernel_dispatches.per_layer(True) == 6 <= 12
-    # DFlash 2 keeps its two norms, and has a projection, a sum and two convolutions for each.
-    assert kernel_dispatches.per_layer(True, second=True) == 6 + 2 * (1 + 1 + 1 + 2)
+    # DFlash 2 has a projection and two convolutions around each of the two sublayers.
+    assert kernel_dispatches.per_layer(True, second=True) == 6 + 2 * (1 + 2) <= 12
 
 
 def test_an_operation_without_a_count_is_an_error() -> None:

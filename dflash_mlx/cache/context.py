@@ -20,10 +20,8 @@ REWIND_ROWS = 64
 SPARE_ROWS, SPARE_SHARE = 64, 8  # at least, and one row for so many of the window
 
 
-class LayerContext:
-    """Committed context rows of one layer, [1, Hkv, capacity, D], in temporal order.
-
-    The first axis is longer where layers share the buffer.
+class Held:
+    """Which context rows a buffer holds, in temporal order, and when it is made anew.
 
     With a `window` W (positions a query sees, itself included) the W-1 rows before the next
     position are needed; the rows held are positions start .. length - 1.
@@ -33,49 +31,10 @@ class LayerContext:
         self.window = window
         self.length = 0
         self.start = 0
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
 
     def rows_kept(self, rows: int) -> int:
         """How many of `rows` new rows are worth computing; older ones no query will see."""
         return rows if self.window is None else min(rows, self.window - 1 + REWIND_ROWS)
-
-    def append(self, keys: mx.array, values: mx.array, rows: int) -> None:
-        """Commit `rows` new positions, of which keys and values hold the last `rows_kept(rows)`."""
-        given = keys.shape[2]
-        if given != self.rows_kept(rows):
-            raise ValueError(f"{given} rows given where {self.rows_kept(rows)} are kept")
-        if given < rows:  # A gap: what was held lies too far back to be seen again.
-            self.length += rows - given
-            self.start = self.length
-        self._write(keys, values, superseded=given)
-        self.length += given
-
-    def with_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """K/V that a block's queries may see: the context in reach, then the block's own rows.
-
-        The block's rows never become context; the next write replaces them.
-        """
-        self._write(keys, values)
-        assert self.keys is not None
-        assert self.values is not None
-        end = self.length - self.start
-        first, last = end - self.visible, end + keys.shape[2]
-        return self.keys[:, :, first:last], self.values[:, :, first:last]
-
-    def around(self, keys: mx.array, values: mx.array) -> Surroundings:
-        """What a block with own K/V [1, Hkv, R, D] attends to."""
-        return Surroundings(joined=Rows(*self.with_block(keys, values)))
-
-    def reach(self, layer: int) -> Rows | None:
-        """The context rows that a block sees, of one of the layers that share the buffer."""
-        if not self.visible:
-            return None
-        assert self.keys is not None
-        assert self.values is not None
-        end = self.length - self.start
-        rows, layers = slice(end - self.visible, end), slice(layer, layer + 1)
-        return Rows(self.keys[layers, :, rows], self.values[layers, :, rows])
 
     @property
     def visible(self) -> int:
@@ -97,30 +56,21 @@ class LayerContext:
         needed = 0 if self.window is None else max(0, length - (self.window - 1))
         return self.start <= needed
 
-    def arrays(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
+    def _admit(self, given: int, rows: int) -> None:
+        """`rows` new positions are committed, and the last `given` of them will be written."""
+        if given != self.rows_kept(rows):
+            raise ValueError(f"{given} rows given where {self.rows_kept(rows)} are kept")
+        if given < rows:  # A gap: what was held lies too far back to be seen again.
+            self.length += rows - given
+            self.start = self.length
 
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays())
+    def _room(self, capacity: int, rows: int, superseded: int) -> tuple[slice, int] | None:
+        """Room for `rows` rows behind the held ones, of which `superseded` need not be kept.
 
-    def _write(self, keys: mx.array, values: mx.array, superseded: int = 0) -> None:
-        """Write rows behind the held ones; `superseded` of these need not be kept for windows."""
-        rows = keys.shape[2]
-        self._reserve(rows, superseded, keys, values)
-        assert self.keys is not None
-        assert self.values is not None
-        at = self.length - self.start
-        self.keys[:, :, at : at + rows] = keys
-        self.values[:, :, at : at + rows] = values
-
-    def _reserve(self, rows: int, superseded: int, keys: mx.array, values: mx.array) -> None:
-        """Make room for `rows` rows behind the held ones: drop rows out of reach, grow, or shrink.
-
-        A window shrinks when a write larger than those that follow, such as a prompt's chunk, left
-        it more room than they need.
+        None where a buffer of `capacity` has it; else the rows of the buffer that stay, now counted
+        as held, and the capacity of a new one. A window shrinks when a write larger than those that
+        follow, such as a prompt's chunk, left it more room than they need.
         """
-        capacity = 0 if self.keys is None else self.keys.shape[2]
         held = self.length - self.start
         drop, oversized = 0, False
         if self.window is not None:
@@ -130,21 +80,105 @@ class LayerContext:
             largest = max(held - drop + rows, reach + spare)
             oversized = capacity > largest
         if held + rows <= capacity and not oversized:
-            return
+            return None
         keep = held - drop
         if self.window is None:
             capacity = _roomy(keep, rows)
         else:
             capacity = min(largest, keep + max(rows, GROWTH_ROWS, keep // 4))
-        self.keys = _moved(self.keys, keys, drop, keep, capacity)
-        self.values = _moved(self.values, values, drop, keep, capacity)
         self.start += drop
+        return slice(drop, held), capacity
+
+
+class LayerContext(Held):
+    """Committed context rows of one layer, keys and values [1, Hkv, capacity, D]."""
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__(window)
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def append(self, keys: mx.array, values: mx.array, rows: int) -> None:
+        """Commit `rows` new positions, of which keys and values hold the last `rows_kept(rows)`."""
+        given = keys.shape[2]
+        self._admit(given, rows)
+        self._write(keys, values, superseded=given)
+        self.length += given
+
+    def with_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """K/V that a block's queries may see: the context in reach, then the block's own rows.
+
+        The block's rows never become context; the next write replaces them.
+        """
+        self._write(keys, values)
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.length - self.start
+        first, last = end - self.visible, end + keys.shape[2]
+        return self.keys[:, :, first:last], self.values[:, :, first:last]
+
+    def around(self, keys: mx.array, values: mx.array) -> Surroundings:
+        """What a block with own K/V [1, Hkv, R, D] attends to."""
+        return Surroundings(joined=Rows(*self.with_block(keys, values)))
+
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.keys, self.values) if a is not None]
+
+    def _write(self, keys: mx.array, values: mx.array, superseded: int = 0) -> None:
+        """Write rows behind the held ones; `superseded` of these need not be kept for windows."""
+        rows = keys.shape[2]
+        capacity = 0 if self.keys is None else self.keys.shape[2]
+        if (room := self._room(capacity, rows, superseded)) is not None:
+            self.keys = _moved(self.keys, keys, *room)
+            self.values = _moved(self.values, values, *room)
+        assert self.keys is not None
+        assert self.values is not None
+        at = self.length - self.start
+        self.keys[:, :, at : at + rows] = keys
+        self.values[:, :, at : at + rows] = values
+
+
+class JoinedContext(Held):
+    """Committed context rows of several layers, [2, layers, Hkv, capacity, D]: keys, then values.
+
+    One write commits rows to all of them.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__(window)
+        self.both: mx.array | None = None
+
+    def append(self, both: mx.array, rows: int) -> None:
+        """Commit `rows` new positions, of which `both` holds the last `rows_kept(rows)`."""
+        given = both.shape[3]
+        self._admit(given, rows)
+        capacity = 0 if self.both is None else self.both.shape[3]
+        if (room := self._room(capacity, given, superseded=given)) is not None:
+            self.both = _moved(self.both, both, *room)
+        assert self.both is not None
+        at = self.length - self.start
+        self.both[..., at : at + given, :] = both
+        self.length += given
+
+    def reach(self, layer: int) -> Rows | None:
+        """The context rows that a block of one of the layers sees."""
+        if not self.visible:
+            return None
+        assert self.both is not None
+        end = self.length - self.start
+        keys, values = (
+            self.both[side, layer : layer + 1, :, end - self.visible : end] for side in (0, 1)
+        )
+        return Rows(keys, values)
+
+    def arrays(self) -> list[mx.array]:
+        return [] if self.both is None else [self.both]
 
 
 class SharedContext:
     """One layer's part of a buffer that several layers share."""
 
-    def __init__(self, buffer: LayerContext, layer: int) -> None:
+    def __init__(self, buffer: JoinedContext, layer: int) -> None:
         self.buffer, self.layer = buffer, layer
 
     @property
@@ -169,12 +203,12 @@ class ContextCache:
     def __init__(self, windows: Sequence[int | None], *, shared: bool = False) -> None:
         self.shared = shared
         self.layers: list[LayerContext | SharedContext]
-        self._buffers: list[LayerContext]
+        self._buffers: Sequence[LayerContext | JoinedContext]
         if not shared:
-            self._buffers = [LayerContext(window) for window in windows]
-            self.layers = list(self._buffers)
+            own = [LayerContext(window) for window in windows]
+            self._buffers, self.layers = own, list(own)
             return
-        kinds = {window: LayerContext(window) for window in windows}
+        kinds = {window: JoinedContext(window) for window in windows}
         self._buffers = list(kinds.values())
         members = [list(windows[:i]).count(window) for i, window in enumerate(windows)]
         self.layers = [SharedContext(kinds[w], m) for w, m in zip(windows, members, strict=True)]
@@ -186,18 +220,19 @@ class ContextCache:
     def length(self) -> int:
         return self._buffers[0].length
 
-    def append(self, layers: Sequence[int], keys: mx.array, values: mx.array, rows: int) -> None:
+    def append(self, layers: Sequence[int], both: mx.array, rows: int) -> None:
         """Commit `rows` new positions to `layers`, which are all those of one window.
 
-        keys, values: [len(layers), Hkv, kept, D], the last `rows_kept(rows)` of the positions.
+        both: keys, then values, [2, len(layers), Hkv, kept, D], of the last `rows_kept(rows)`
+        positions.
         """
-        first = self.layers[layers[0]]
-        if isinstance(first, SharedContext):
-            first.buffer.append(keys, values, rows)
-            return
-        for place, layer in enumerate(layers):
+        for place, number in enumerate(layers):
+            layer = self.layers[number]
+            if isinstance(layer, SharedContext):
+                layer.buffer.append(both, rows)
+                return
             own = slice(place, place + 1)
-            self._buffers[layer].append(keys[own], values[own], rows)
+            layer.append(both[0, own], both[1, own], rows)
 
     def rewind(self, length: int) -> bool:
         """Shorten to `length` positions; False, and nothing changes, when a window lost rows."""
@@ -212,7 +247,7 @@ class ContextCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(a.nbytes for a in self.arrays())
 
 
 def _roomy(keep: int, rows: int) -> int:
@@ -224,10 +259,11 @@ def _roomy(keep: int, rows: int) -> int:
     return -(-capacity // GROWTH_ROWS) * GROWTH_ROWS
 
 
-def _moved(old: mx.array | None, like: mx.array, drop: int, keep: int, capacity: int) -> mx.array:
-    """A buffer of `capacity` rows that begins with `keep` rows of `old`, `drop` left out."""
-    batch, heads, _, dim = like.shape
-    tail = mx.zeros((batch, heads, capacity - keep, dim), like.dtype)
+def _moved(old: mx.array | None, like: mx.array, stay: slice, capacity: int) -> mx.array:
+    """A buffer of `capacity` rows, the last axis but one, that begins with rows of `old`."""
+    *before, _, dim = like.shape
+    keep = stay.stop - stay.start
+    tail = mx.zeros((*before, capacity - keep, dim), like.dtype)
     if old is None or keep == 0:
         return tail
-    return mx.concatenate([old[:, :, drop : drop + keep], tail], axis=2)
+    return mx.concatenate([old[..., stay, :], tail], axis=-2)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
@@ -127,20 +129,40 @@ class DFlashModel(nn.Module):
         return self.hidden_norm(self.fc(features))
 
 
-class ContextProjection:
-    """k_proj and v_proj of all layers with one window, as one matrix.
+class ContextProjections:
+    """k_proj of all layers as one matrix, v_proj as another; layers of one window lie together.
 
     The layers' own weights become views of it; a change of weights needs a new one.
     """
 
-    def __init__(self, model: DFlashModel, layers: Sequence[int]) -> None:
-        self.layers = tuple(layers)
-        attentions = [model.layers[i].self_attn for i in layers]
-        self.joined = join_rows([a.k_proj for a in attentions] + [a.v_proj for a in attentions])
+    def __init__(self, model: DFlashModel, windows: Sequence[int | None]) -> None:
+        #: layers of each window
+        self.layers = [
+            tuple(i for i, window in enumerate(windows) if window == kind)
+            for kind in dict.fromkeys(windows)
+        ]
+        attentions = [model.layers[i].self_attn for layers in self.layers for i in layers]
         norms = mx.stack([a.k_norm.weight for a in attentions])
         mx.eval(norms)
         first = attentions[0]
-        self.heads = HeadProjection(self.joined, norms, first.k_norm.eps, first.kv_heads)
+        self.whole = HeadProjection(
+            join_rows([a.k_proj for a in attentions]),
+            join_rows([a.v_proj for a in attentions]),
+            *(norms, first.k_norm.eps, first.kv_heads),
+        )
+        ends = list(accumulate(map(len, self.layers)))
+        #: where they lie in the whole, and the projections of theirs alone
+        self.places = [
+            slice(end - len(layers), end) for layers, end in zip(self.layers, ends, strict=True)
+        ]
+        self.heads = [self._heads_at(place) for place in self.places]
+
+    def _heads_at(self, layers: slice) -> HeadProjection:
+        whole = self.whole
+        each = whole.kv_heads * whole.head_norms.shape[1]
+        rows = slice(layers.start * each, layers.stop * each)
+        keys, values = (rows_of(part, rows) for part in (whole.keys, whole.values))
+        return replace(whole, keys=keys, values=values, head_norms=whole.head_norms[layers])
 
 
 class DFlashDrafter:
@@ -170,10 +192,7 @@ class DFlashDrafter:
         self._target_ids = target_ids
         self._dtype = model.hidden_norm.weight.dtype
         self._masks = mx.array(np.full(config.block_size - 1, config.mask_token_id, np.int32))
-        kinds: dict[int | None, list[int]] = {}
-        for layer, window in enumerate(config.windows):
-            kinds.setdefault(window, []).append(layer)
-        self._projections = [ContextProjection(model, layers) for layers in kinds.values()]
+        self._projections = ContextProjections(model, config.windows)
         # Rows of a bidirectional block all see one another: fewer masks would change the drafts.
         self._whole_block = not all(config.causal)
 
@@ -189,16 +208,18 @@ class DFlashDrafter:
         _, rows, width = features.shape
         if width != self.config.feature_size:
             raise ValueError(f"features of width {width} where {self.config.feature_size} fit")
-        end = cache.length + rows
-        kept = [cache[p.layers[0]].rows_kept(rows) for p in self._projections]
+        end, made, norm = cache.length + rows, self._projections, self.model.hidden_norm
+        kept = [cache[layers[0]].rows_kept(rows) for layers in made.layers]
         longest = max(kept)
         fused = fuse_taps(features.rows(rows - longest, rows), self.model.fc, self._dtype)
-        for projection, count in zip(self._projections, kept, strict=True):
-            keys, values = context_projection(
-                *(fused.last(count), self.model.hidden_norm, projection.heads),
-                *(self.config.rope, end - count),
-            )
-            cache.append(projection.layers, keys, values, rows)
+        if longest == min(kept):
+            both = context_projection(fused, norm, made.whole, self.config.rope, end - longest)
+            for layers, place in zip(made.layers, made.places, strict=True):
+                cache.append(layers, both[:, place], rows)
+            return
+        for layers, heads, count in zip(made.layers, made.heads, kept, strict=True):
+            own = (norm, heads, self.config.rope, end - count)
+            cache.append(layers, context_projection(fused.last(count), *own), rows)
 
     def propose(
         self,
@@ -269,6 +290,16 @@ class DFlashDrafter:
         spread = mx.full((logits.shape[0], self._target.vocab_size), -mx.inf)
         spread[:, self._target_ids] = logits
         return spread
+
+
+def rows_of(linear: nn.Module, rows: slice) -> nn.Module:
+    """A projection to some of the output rows of `linear`; its weights are views."""
+    part = copy.copy(linear)
+    for name in BY_ROW:
+        if name in linear:
+            part[name] = linear[name][rows]
+            mx.eval(part[name])
+    return part
 
 
 def join_rows(linears: Sequence[nn.Module]) -> nn.Module:

@@ -16,7 +16,7 @@ from dflash_mlx.cache.context import ContextCache, LayerContext, SharedContext
 from dflash_mlx.draft.base import DraftSampling, Proposal, ReducedHead
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel, DraftLayer
-from dflash_mlx.kernels import block_convolution, rows_matmul
+from dflash_mlx.kernels import Coefficients, block_convolution, rows_matmul
 from dflash_mlx.layers.rope import Rope
 
 # Modules that stay as they are when a drafter is quantized: a few percent of its weights, whose
@@ -39,13 +39,14 @@ class GroupedDynamicConv(nn.Module):
         self.base_kernel = mx.zeros((2, self.taps, hidden))  # side (input, output), tap, channel
         self.kernel_projection = nn.Linear(hidden, 2 * self.taps * self.groups, bias=False)
 
-    def coefficients(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """[1, L, H] -> those of the input and of the output side, each [L, taps, H]."""
-        rows, hidden = x.shape[1], x.shape[2]
-        dynamic = rows_matmul(x, self.kernel_projection).reshape(rows, 2, self.taps, self.groups, 1)
-        base = self.base_kernel.reshape(2, self.taps, self.groups, -1)
-        both = (base + dynamic).reshape(rows, 2, self.taps, hidden)
-        return both[:, 0], both[:, 1]
+    def coefficients(
+        self, x: mx.array, norm: nn.RMSNorm | None = None
+    ) -> tuple[Coefficients, Coefficients]:
+        """norm(x) [1, L, H], x itself without a norm -> those of the input and the output side."""
+        dynamic = rows_matmul(x, self.kernel_projection, norm=norm)
+        dynamic = dynamic.reshape(x.shape[1], 2, self.taps, self.groups)
+        before, behind = (Coefficients(self.base_kernel[i], dynamic[:, i]) for i in (0, 1))
+        return before, behind
 
 
 class DFlash2Layer(DraftLayer):
@@ -55,13 +56,14 @@ class DFlash2Layer(DraftLayer):
         self.mlp_conv = GroupedDynamicConv(config)
 
     def __call__(self, x: mx.array, rope: Rope, context: LayerContext | SharedContext) -> mx.array:
-        normed = self.input_layernorm(x)
-        before, behind = self.attention_conv.coefficients(normed)
-        attended = self.self_attn(block_convolution(normed, before), rope, context)
-        x = block_convolution(attended, behind, x)
-        normed = self.post_attention_layernorm(x)
-        before, behind = self.mlp_conv.coefficients(normed)
-        return block_convolution(self.feed_forward(block_convolution(normed, before)), behind, x)
+        norm = self.input_layernorm
+        before, behind = self.attention_conv.coefficients(x, norm)
+        attended = self.self_attn(block_convolution(x, before, norm=norm), rope, context)
+        x = block_convolution(attended, behind, residual=x)
+        norm = self.post_attention_layernorm
+        before, behind = self.mlp_conv.coefficients(x, norm)
+        mixed = self.feed_forward(block_convolution(x, before, norm=norm))
+        return block_convolution(mixed, behind, residual=x)
 
 
 class Walk(NamedTuple):

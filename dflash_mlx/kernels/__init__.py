@@ -5,7 +5,7 @@ backend decides between the two. The callers see one function an operation.
 
 from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention, block_mask
 from dflash_mlx.kernels.backend import kernels_active, rejections, status
-from dflash_mlx.kernels.convolution import block_convolution
+from dflash_mlx.kernels.convolution import Coefficients, block_convolution
 from dflash_mlx.kernels.fusion import Fused, fuse_taps
 from dflash_mlx.kernels.gated_delta import Advance, DeltaRows, advance, replay
 from dflash_mlx.kernels.matmul import gated_matmul, rows_matmul, swiglu
@@ -14,6 +14,7 @@ from dflash_mlx.kernels.trial import try_all
 
 __all__ = [
     "Advance",
+    "Coefficients",
     "DeltaRows",
     "Fused",
     "HeadProjection",

@@ -77,27 +77,32 @@ def weights_of(linear: nn.Module) -> Weights | None:
 
 
 def rows_matmul(
-    x: mx.array, linear: nn.Module, *, residual: mx.array | None = None, exact: bool = False
+    x: mx.array,
+    linear: nn.Module,
+    *,
+    norm: nn.RMSNorm | None = None,
+    residual: mx.array | None = None,
+    exact: bool = False,
 ) -> mx.array:
-    """linear(x) for [1, S, K] -> [1, S, N], and `residual` [1, S, N] added to it.
+    """linear(norm(x)) for [1, S, K] -> [1, S, N], and `residual` [1, S, N] added to it.
 
-    The kernel, for up to MAX_ROWS rows, sums in float32 and has the same bits for a row whatever
-    rows are beside it. exact: see backend.run.
+    Without a norm of x itself. The kernel, for up to MAX_ROWS rows, sums in float32 and has the
+    same bits for a row whatever rows are beside it. exact: see backend.run.
     """
 
     def twin() -> list[mx.array]:
-        out = _operation(x, linear)
+        out = _operation(x if norm is None else norm(x), linear)
         return [out if residual is None else residual + out]
 
     wanted = x.shape[1] <= MAX_ROWS and (exact or backend.is_active(OPERATION))
     found = weights_of(linear) if wanted else None
     if found is None:
         return twin()[0]
-    variant = (*found.variant, x.dtype, x.shape[1] > 8, residual is None)
+    variant = (*found.variant, x.dtype, x.shape[1] > 8, norm is None, residual is None)
     return backend.run(
         OPERATION,
         variant,
-        lambda: [_launch(x, found, residual=residual)],
+        lambda: [_launch(x, found, norm=norm, residual=residual)],
         twin,
         launches=[launch_of(x.shape[1], found.outputs)],
         exact=exact,

@@ -29,7 +29,7 @@ OPERATION = "head_projection"
 MAX_HEAD = 256  # sixteen rows of such a head fill half of the threadgroup memory
 _WEIGHTS = tuple(f"{p}_{a}" for p in "qkv" for a in ("weights", "scales", "biases", "bias"))
 _NAMES = ("x", *_WEIGHTS, "norm", "squares", "query_norm", "key_norms", "periods")
-_SCALARS = ("norm_eps", "head_eps", "log_theta", "magnitude", "position", "value_row")
+_SCALARS = ("norm_eps", "head_eps", "log_theta", "magnitude", "position")
 
 
 class Rotation(Protocol):
@@ -45,12 +45,10 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class HeadProjection:
-    """k_proj and v_proj of several layers as one, and the norm of their keys.
+    """k_proj of several layers as one, their v_proj as one, and the norm of their keys."""
 
-    `joined` has first the key rows of all layers, then the value rows.
-    """
-
-    joined: nn.Module
+    keys: nn.Module
+    values: nn.Module
     head_norms: mx.array  # [layers, D]
     head_eps: float
     kv_heads: int
@@ -74,13 +72,9 @@ class HeadLayer(Protocol):
 
 
 class _Call(NamedTuple):
-    """One launch: the heads it makes, and of which weights and norms.
-
-    The value heads are the rows of `parts[2]` from `value_row` on. heads counts key heads.
-    """
+    """One launch: the heads it makes, and of which weights and norms. heads counts key heads."""
 
     parts: tuple[Weights, Weights, Weights]
-    value_row: int
     query_norm: mx.array
     key_norms: mx.array  # [layers, D]
     head_eps: float
@@ -102,38 +96,33 @@ class _Call(NamedTuple):
 
 def context_projection(
     fused: Fused, norm: nn.RMSNorm, heads: HeadProjection, rope: Rotation, position: int
-) -> tuple[mx.array, mx.array]:
-    """fc's output for positions position .. -> keys, values, each [layers, Hkv, S, D].
+) -> mx.array:
+    """fc's output for positions position .. -> keys, then values: [2, layers, Hkv, S, D].
 
     `norm` is that of the fused features.
     """
-    x, found = fused.rows, None
+    x, keys, values = fused.rows, None, None
     if backend.is_active(OPERATION) and _fits(x, heads.head_norms.shape[1], rope):
-        found = weights_of(heads.joined)
+        keys, values = weights_of(heads.keys), weights_of(heads.values)
 
     def twin() -> list[mx.array]:
-        return _context_operations(x, norm, heads, rope, position)
+        return [_context_operations(x, norm, heads, rope, position)]
 
-    if found is None:
-        keys, values = twin()
-        return keys, values
+    if keys is None or values is None or keys.template != values.template:
+        return twin()[0]
     layers, dim = heads.head_norms.shape
     norms = heads.head_norms
     call = _Call(
-        *((found, found, found), heads.heads * dim, norms, norms, heads.head_eps),
+        *((keys, keys, values), norms, norms, heads.head_eps),
         *(0, heads.heads, heads.kv_heads),
     )
 
     def launched() -> list[mx.array]:
         out = _launch(call, x, norm, fused.squares, rope, position)
-        shape = (layers, heads.kv_heads, x.shape[1], dim)
-        return [part.reshape(shape) for part in (out[: heads.heads], out[heads.heads :])]
+        return [out.reshape(2, layers, heads.kv_heads, x.shape[1], dim)]
 
     variant = call.variant(x, fused.squares is None, rope)
-    keys, values = backend.run(
-        OPERATION, variant, launched, twin, launches=[call.launch(x.shape[1])]
-    )
-    return keys, values
+    return backend.run(OPERATION, variant, launched, twin, launches=[call.launch(x.shape[1])])[0]
 
 
 def block_projection(
@@ -154,7 +143,7 @@ def block_projection(
         queries, keys, values = twin()
         return queries, keys, values
     call = _Call(
-        *(found, 0, layer.q_norm.weight, layer.k_norm.weight[None], layer.k_norm.eps),
+        *(found, layer.q_norm.weight, layer.k_norm.weight[None], layer.k_norm.eps),
         *(layer.heads, layer.kv_heads, layer.kv_heads),
     )
 
@@ -217,7 +206,7 @@ def _launch(
             *(array for part in call.parts for array in part.arrays),
             *(norms, norms[None] if squares is None else mx.contiguous(squares)),
             *(call.query_norm, call.key_norms, rope.periods, *map(constant, map(float, scalars))),
-            *(mx.array(position), constant(call.value_row)),
+            mx.array(position),
         ],
         template=[
             *(("X", x.dtype), ("T", dtype), *call.parts[0].template, ("C", norms.dtype)),
@@ -236,15 +225,15 @@ def _launch(
 
 def _context_operations(
     fused: mx.array, norm: nn.RMSNorm, heads: HeadProjection, rope: Rotation, position: int
-) -> list[mx.array]:
-    rows, total, dim = fused.shape[1], heads.heads, heads.head_norms.shape[1]
+) -> mx.array:
+    rows, dim = fused.shape[1], heads.head_norms.shape[1]
     hidden = norm(fused.astype(heads.head_norms.dtype))
-    both = heads.joined(hidden).reshape(1, rows, 2 * total, dim)
+    keys, values = (part(hidden).reshape(1, rows, -1, dim) for part in (heads.keys, heads.values))
     weights = mx.repeat(heads.head_norms, heads.kv_heads, axis=0)  # [layers · Hkv, D]
-    keys = mx.fast.rms_norm(both[:, :, :total], None, heads.head_eps) * weights
+    keys = mx.fast.rms_norm(keys, None, heads.head_eps) * weights
     keys = rope(keys.transpose(0, 2, 1, 3), position)
-    values = both[:, :, total:].transpose(0, 2, 1, 3)
-    return [part.reshape(-1, heads.kv_heads, rows, dim) for part in (keys, values)]
+    both = mx.concatenate([keys, values.transpose(0, 2, 1, 3)])
+    return both.reshape(2, -1, heads.kv_heads, rows, dim)
 
 
 def _block_operations(

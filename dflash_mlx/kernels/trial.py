@@ -10,7 +10,7 @@ import mlx.nn as nn
 from dflash_mlx.features import Features
 from dflash_mlx.kernels import backend
 from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention
-from dflash_mlx.kernels.convolution import block_convolution
+from dflash_mlx.kernels.convolution import Coefficients, block_convolution
 from dflash_mlx.kernels.fusion import fuse_taps
 from dflash_mlx.kernels.gated_delta import DeltaRows, advance, replay
 from dflash_mlx.kernels.matmul import gated_matmul, rows_matmul
@@ -71,12 +71,14 @@ def try_all(dtype: mx.Dtype = mx.float32) -> list[str]:
     turning = _Turning(10000.0 ** (mx.arange(0, _DIM, 2) / _DIM))
     fused = fuse_taps(Features(taps), _linear(_HIDDEN, dtype, 1, 2 * _HIDDEN), dtype)
     joined = _linear(2 * _HEADS * _DIM, dtype, 2)
-    heads = HeadProjection(joined, mx.ones((1, _DIM), dtype), 1e-6, _HEADS)
+    keys_of, values_of = (_linear(_HEADS * _DIM, dtype, seed) for seed in (8, 9))
+    heads = HeadProjection(keys_of, values_of, mx.ones((1, _DIM), dtype), 1e-6, _HEADS)
     context_projection(fused, norm, heads, turning, 11)
     block_projection(x, norm, _Layer(dtype), turning, 11)
     rows_matmul(x, nn.QuantizedLinear.from_linear(joined, 64, 4))
     gated_matmul(x, norm, _linear(_HIDDEN, dtype, 6), _linear(_HIDDEN, dtype, 7))
-    block_convolution(x, draw((_ROWS, 2, _HIDDEN), dtype, key=keys[1]), x)
+    coefficients = Coefficients(taps[1][0, :2], draw((_ROWS, 2, 4), dtype, key=keys[1]))
+    block_convolution(x, coefficients, norm=norm, residual=x)
     queries = draw((1, 2 * _HEADS, _ROWS, _DIM), dtype, key=keys[2])
     held = Rows(*(draw((1, _HEADS, 300 + _ROWS, _DIM), dtype, key=key) for key in keys[3:]))
     block_attention(
