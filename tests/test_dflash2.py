@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 import tiny_drafter as tiny
 from mlx.utils import tree_flatten
@@ -128,8 +127,8 @@ def interleaved_groups(drafter: DFlash2Drafter) -> None:
         conv = layer.attention_conv
         weight = conv.kernel_projection.weight
 
-        def coefficients(x: mx.array, norm: nn.RMSNorm, conv=conv, weight=weight) -> Both:
-            dynamic = (norm(x)[0] @ weight.T).reshape(x.shape[1], 2, conv.taps, conv.groups)
+        def coefficients(x: mx.array, _: None, conv=conv, weight=weight) -> Both:
+            dynamic = (x[0] @ weight.T).reshape(x.shape[1], 2, conv.taps, conv.groups)
             each = mx.tile(dynamic, (1, 1, 1, x.shape[2] // conv.groups))
             return tuple(Coefficients(conv.base_kernel[i], each[:, i]) for i in (0, 1))
 
@@ -142,9 +141,9 @@ def from_the_convolved_input(drafter: DFlash2Drafter) -> None:
         conv = layer.mlp_conv
         true = conv.coefficients
 
-        def coefficients(x: mx.array, norm: nn.RMSNorm, true=true) -> Both:
-            before = true(x, norm)[0]
-            return before, true(block_convolution(x, before, norm=norm))[1]
+        def coefficients(x: mx.array, _: None, true=true) -> Both:
+            before = true(x)[0]
+            return before, true(block_convolution(x, before))[1]
 
         conv.coefficients = coefficients
 
@@ -155,7 +154,7 @@ def coefficients_of_the_input_row(drafter: DFlash2Drafter) -> None:
         conv = layer.attention_conv
         true = conv.coefficients
 
-        def coefficients(x: mx.array, norm: nn.RMSNorm, true=true) -> Both:
+        def coefficients(x: mx.array, _: None, true=true) -> Both:
             return tuple(
                 Coefficients(
                     c.base,
@@ -163,7 +162,7 @@ def coefficients_of_the_input_row(drafter: DFlash2Drafter) -> None:
                         [c.dynamic[:, :1], mx.roll(c.dynamic[:, 1:], 1, axis=0)], axis=1
                     ),
                 )
-                for c in true(x, norm)
+                for c in true(x)
             )
 
         conv.coefficients = coefficients

@@ -16,7 +16,7 @@ from dflash_mlx.cache.context import ContextCache, LayerContext, SharedContext
 from dflash_mlx.draft.base import DraftSampling, Proposal, ReducedHead
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel, DraftLayer
-from dflash_mlx.kernels import Coefficients, block_convolution, rows_matmul
+from dflash_mlx.kernels import Coefficients, block_convolution, kernels_active, rows_matmul
 from dflash_mlx.layers.rope import Rope
 
 # Modules that stay as they are when a drafter is quantized: a few percent of its weights, whose
@@ -56,14 +56,19 @@ class DFlash2Layer(DraftLayer):
         self.mlp_conv = GroupedDynamicConv(config)
 
     def __call__(self, x: mx.array, rope: Rope, context: LayerContext | SharedContext) -> mx.array:
-        norm = self.input_layernorm
-        before, behind = self.attention_conv.coefficients(x, norm)
-        attended = self.self_attn(block_convolution(x, before, norm=norm), rope, context)
+        given, norm = _normed(x, self.input_layernorm)
+        before, behind = self.attention_conv.coefficients(given, norm)
+        attended = self.self_attn(block_convolution(given, before, norm=norm), rope, context)
         x = block_convolution(attended, behind, residual=x)
-        norm = self.post_attention_layernorm
-        before, behind = self.mlp_conv.coefficients(x, norm)
-        mixed = self.feed_forward(block_convolution(x, before, norm=norm))
+        given, norm = _normed(x, self.post_attention_layernorm)
+        before, behind = self.mlp_conv.coefficients(given, norm)
+        mixed = self.feed_forward(block_convolution(given, before, norm=norm))
         return block_convolution(mixed, behind, residual=x)
+
+
+def _normed(x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, nn.RMSNorm | None]:
+    """Rows and a norm for kernels to fold in; without kernels the normed rows, made once."""
+    return (x, norm) if kernels_active() else (norm(x), None)
 
 
 class Walk(NamedTuple):
