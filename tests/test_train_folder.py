@@ -26,12 +26,12 @@ from dflash_mlx.train.checkpoint import Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.export import save_drafter
 from dflash_mlx.train.files import write_text
-from dflash_mlx.train.folder import MARK, taken
+from dflash_mlx.train.folder import MARK, locked, taken
 from dflash_mlx.train.interrupt import uninterrupted
 from dflash_mlx.train.naming import target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.run import train
+from dflash_mlx.train.run import Voice, train
 from dflash_mlx.train.shape import Shape
 
 RECIPE = Recipe(block_size=4, steps=2, step_blocks=8, pass_blocks=8, held_out=1, measure_every=2)
@@ -111,16 +111,39 @@ def test_a_run_stopped_before_its_first_state_goes_on(asked, monkeypatch):
     assert file.read_text().count("\n") == 5
 
 
+def test_the_first_step_is_told_and_says_how_long_it_takes(order):
+    told = []
+    train(order, Voice(report=told.append))
+    assert [report.step for report in told] == [1, 2]
+    assert told[0].seconds_left > 0
+    assert told[0].tau is None
+
+
 def test_two_runs_do_not_share_a_folder(order):
     with taken(order.out), pytest.raises(UsageError, match=f"Another training run .* {order.out}"):
         train(order)
     assert not order.out.parent.exists()
 
 
+def test_two_runs_do_not_make_data_in_one_folder(order, tmp_path):
+    work = tmp_path / "shared" / "work"
+    with locked(work), pytest.raises(UsageError, match=f"Another training run .* {work}"):
+        train(replace(order, work=work))
+    assert not work.parent.exists()
+    assert not order.out.parent.exists()
+    # What is there can be read by several, and one folder may serve as both.
+    assert train(replace(order, work=work))["steps"] == 2
+    assert train(replace(order, out=work.parent / "both", work=work.parent / "both"))["steps"] == 2
+
+
 @pytest.mark.parametrize(
     "changes", [{"init": "/nowhere"}, {"cache_limit_gb": 1e-6}, {"shape": Shape(taps=9)}]
 )
-def test_a_refused_run_leaves_no_folder(order, changes):
+def test_a_refused_run_leaves_no_folder(order, tmp_path, changes):
+    with pytest.raises(dflash_mlx.errors.DFlashError):
+        train(replace(order, work=tmp_path / "its" / "work", **changes))
+    assert not order.out.parent.exists()
+    assert not (tmp_path / "its").exists()
     with pytest.raises(dflash_mlx.errors.DFlashError):
         train(replace(order, **changes))
     assert not order.out.parent.exists()

@@ -24,26 +24,38 @@ def taken(folder: Path) -> Iterator[None]:
 
     UsageError for a folder with other things in it than a run's, and while another run has it.
     """
+    with locked(folder):
+        new = _mark(folder)
+        try:
+            yield
+        except BaseException:
+            if new:
+                _withdraw(folder)
+            raise
+        (folder / MARK).unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Have `folder`, made if need be, against other runs; it goes again if nothing came into it.
+
+    UsageError while another run has it.
+    """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         make_folder(folder)
-        with _locked(folder):
-            new = _mark(folder)
-            try:
-                yield
-            except BaseException:
-                if new:
-                    _withdraw(folder)
-                raise
-            (folder / MARK).unlink(missing_ok=True)
+        with _lock(folder):
+            yield
     finally:
+        if folder in missing:
+            _clear(folder)
         for path in missing:
             with suppress(OSError):  # it is not empty, or was never made
                 path.rmdir()
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     try:
         lock = os.open(folder, os.O_RDONLY)
     except OSError as error:
@@ -81,11 +93,16 @@ def _mark(folder: Path) -> bool:
 def _withdraw(folder: Path) -> None:
     """Take the mark away where the run left nothing to go on from."""
     for name in _names(folder):
-        for below, _, _ in os.walk(folder / name, topdown=False):
-            with suppress(OSError):  # it holds something
-                os.rmdir(below)
+        _clear(folder / name)
     if _names(folder) == {MARK}:
         (folder / MARK).unlink()
+
+
+def _clear(folder: Path) -> None:
+    """Take away the empty folders in it, and itself where nothing is left."""
+    for below, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):  # it holds something
+            os.rmdir(below)
 
 
 def _names(folder: Path) -> set[str]:

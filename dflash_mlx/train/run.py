@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.export import save_token_order
 from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.files import write_text
-from dflash_mlx.train.folder import taken
+from dflash_mlx.train.folder import locked, taken
 from dflash_mlx.train.memory import fitted
 from dflash_mlx.train.naming import target_name
 from dflash_mlx.train.order import Order
@@ -77,16 +78,9 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
     check_fit(config, engine.target)
     voice.say(_introduction(engine, config, start, why_mask))
     name = target_name(order, engine)
-    texts = _texts(order, engine, name, work, voice)
-    texts, short = usable(texts, min(recipe.max_length, engine.target.context_length))
-    if short:
-        voice.say(f"{short} texts are too short to train on, or longer than --max-length alone.")
-    if len(texts) < 2:
-        raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
-    trained, held = split(texts, recipe.held_out)
-    if len(held) < recipe.held_out:
-        voice.say(f"{len(held)} texts are held out, not {recipe.held_out}: a quarter at most.")
-    task = _task(order, engine, name, config, stored, trained, held, start, work, voice)
+    # What two runs write into one folder at the same time would be made twice, or mixed.
+    with nullcontext() if work.resolve() == order.out.resolve() else locked(work):
+        trained, held, task = _data(order, engine, name, config, stored, start, work, voice)
     streams = order.streams or _streams()
     recipe = _within_memory(order, recipe, task, start, streams, voice)
     began = time.monotonic()
@@ -160,6 +154,31 @@ def _introduction(engine: Engine, config: DFlashConfig, start: Start, why_mask: 
         f"{config.block_size}, taps {', '.join(map(str, config.target_layer_ids))}, mask token "
         f"{config.mask_token_id} ({why_mask}); {origin}."
     )
+
+
+def _data(
+    order: Order,
+    engine: Engine,
+    name: str,
+    config: DFlashConfig,
+    stored: Mapping[str, Any],
+    start: Start,
+    work: Path,
+    voice: Voice,
+) -> tuple[list[Text], list[Text], Task]:
+    """Texts to train on and texts held out, and the task with their features."""
+    recipe = order.recipe
+    texts = _texts(order, engine, name, work, voice)
+    texts, short = usable(texts, min(recipe.max_length, engine.target.context_length))
+    if short:
+        voice.say(f"{short} texts are too short to train on, or longer than --max-length alone.")
+    if len(texts) < 2:
+        raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
+    trained, held = split(texts, recipe.held_out)
+    if len(held) < recipe.held_out:
+        voice.say(f"{len(held)} texts are held out, not {recipe.held_out}: a quarter at most.")
+    task = _task(order, engine, name, config, stored, trained, held, start, work, voice)
+    return trained, held, task
 
 
 def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) -> list[Text]:

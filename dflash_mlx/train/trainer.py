@@ -181,7 +181,8 @@ class Trainer:
             self._count(result)
         if progress.step % self.recipe.measure_every == 0:
             self._measure()
-        elif progress.step % self._look_every == 0:
+        elif progress.step % self._look_every == 0 or progress.step == self._done_before + 1:
+            # The first step is told, too: how long the run will take is seen at once.
             self._report(self._summary(None))
 
     def _works(self) -> list[list[Work]]:
