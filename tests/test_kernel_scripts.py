@@ -1,4 +1,4 @@
-"""kernel_cost and bench_kernels: the stated launches are the real ones, the counts are by hand."""
+"""bench_kernels and its cases: the stated launches are the real ones, bytes are by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_kernels
 import kernel_cases
-import kernel_dispatches
 
 SMALL = [
     ("rows_matmul", lambda: kernel_cases.matmul_case("a", 5, 40, 128, 4, residual=True)),
@@ -145,45 +144,3 @@ def test_every_case_fits_a_threadgroup() -> None:
 def test_without_metal_there_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_kernels.main() == 2
     assert "Run this on a Mac" in capsys.readouterr().err
-
-
-def test_dispatches_of_a_cycle() -> None:
-    layers = 2
-    before, after = (kernel_dispatches.count_cycle(kernels, layers) for kernels in (False, True))
-    # fc, K and V of all layers, and two writes.
-    assert after["inject"] == {"fuse_taps": 1, "head_projection": 1, "__setitem__": 2}
-    # Two taps joined, two products, two norms with weights apart, rope, and two writes a layer.
-    products = 2 * kernel_dispatches.PRODUCT
-    assert before["inject"].total() == 2 + products + 2 + 2 + 1 + 2 * layers
-    assert before["draft"]["scaled_dot_product_attention"] == layers
-    assert after["draft"]["block_attention"] == after["draft"]["attention_combine"] == layers
-    # Two joined ids and a look-up, the cast of logits, final norm and head, the choice, and whether
-    # a logit was NaN.
-    rest = 2 + 1 + 1 + 1 + kernel_dispatches.PRODUCT + 1 + 3
-    assert after["draft"].total() == 6 * layers + rest
-
-
-def test_dispatches_of_a_draft_layer() -> None:
-    # Four norms, seven products in two parts, two ropes, two writes, attention, swiglu, two sums.
-    assert kernel_dispatches.per_layer(False) == 4 + 7 * 2 + 2 + 2 + 1 + 1 + 2
-    # Heads, two of attention, its output, and two of the MLP.
-    assert kernel_dispatches.per_layer(True) == 6 <= 12
-    # DFlash 2 keeps its two norms, and has a projection, a sum and two convolutions for each.
-    assert kernel_dispatches.per_layer(True, second=True) == 6 + 2 * (1 + 1 + 1 + 2)
-
-
-def test_an_operation_without_a_count_is_an_error() -> None:
-    for unknown in (
-        lambda x: mx.erf(x),
-        lambda x: x**2,
-        lambda x: x.cumsum(),
-        lambda x: mx.fast.layer_norm(x, x, x, 1),
-    ):
-        with (
-            kernel_dispatches.recorder(),
-            pytest.raises(kernel_dispatches.UncountedError, match="no dispatches"),
-        ):
-            unknown(mx.zeros((3,)))
-    with kernel_dispatches.recorder() as counted:
-        mx.softmax(mx.ones((3,)))
-    assert counted == {"ones": 1, "softmax": 1}
