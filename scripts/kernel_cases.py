@@ -41,6 +41,18 @@ from dflash_mlx.layers.rope import Rope
 
 DTYPE = mx.bfloat16
 Run = Callable[[], list[mx.array]]
+# Rows of a verification, and (what, outputs, columns) of the layers that it multiplies with: all of
+# Qwen3-8B and of Qwen3.5-9B but their heads, each size once.
+VERIFIED_ROWS = (1, 2, 4, 8, 16)
+VERIFIED = (
+    ("q_proj, o_proj, in_proj_z", 4096, 4096),
+    ("q_proj, in_proj_qkv of Qwen3.5", 8192, 4096),
+    ("k_proj, v_proj", 1024, 4096),
+    ("in_proj_a, in_proj_b", 32, 4096),
+    ("gate_proj, up_proj", 12288, 4096),
+    ("down_proj", 4096, 12288),
+)
+HEAD = ("lm_head of Qwen3-8B", 151936, 4096)
 
 
 @dataclass(frozen=True)
@@ -60,9 +72,22 @@ def _noise(*shape: int, dtype: mx.Dtype | None = None) -> mx.array:
 
 
 def _linear(outputs: int, columns: int, bits: int) -> nn.Module:
-    plain = nn.Linear(columns, outputs, bias=False)
-    plain.weight = _noise(outputs, columns) * columns**-0.5
-    return nn.QuantizedLinear.from_linear(plain, 64, bits) if bits else plain
+    """Weights of a standard deviation of columns^-0.5.
+
+    Codes are drawn as such: to quantize a head's real numbers takes 16 times its memory.
+    """
+    if not bits:
+        plain = nn.Linear(columns, outputs, bias=False)
+        plain.weight = _noise(outputs, columns) * columns**-0.5
+        return plain
+    made = nn.QuantizedLinear(columns, outputs, bias=False, group_size=64, bits=bits)
+    # A split key is words of which every bit is random.
+    words = mx.random.split(mx.random.key(outputs), made.weight.size // 2)
+    made.weight = words.reshape(made.weight.shape)
+    step = (12 / columns) ** 0.5 / 2**bits
+    made.scales = (mx.random.uniform(0.5, 1.5, made.scales.shape) * step).astype(DTYPE)
+    made.biases = made.scales * (0.5 - 2 ** (bits - 1))
+    return made
 
 
 def _norm(size: int) -> nn.RMSNorm:
@@ -76,19 +101,21 @@ def weight_bytes(outputs: int, columns: int, bits: int) -> int:
     return outputs * columns * (bits or 16) // 8 + (outputs * columns // 16 if bits else 0)
 
 
-def matmul_case(name: str, rows: int, outputs: int, columns: int, bits: int) -> Case:
-    """x W^T + residual, bfloat16 or affine groups of 64."""
+def matmul_case(
+    name: str, rows: int, outputs: int, columns: int, bits: int, *, residual: bool = False
+) -> Case:
+    """x W^T, bfloat16 or affine groups of 64; with a `residual` added."""
 
     def make() -> Run:
         linear, x = _linear(outputs, columns, bits), _noise(1, rows, columns)
-        residual = _noise(1, rows, outputs)
-        mx.eval(linear.parameters(), x, residual)
-        return lambda: [rows_matmul(x, linear, residual=residual)]
+        added = _noise(1, rows, outputs) if residual else None
+        mx.eval(linear.parameters(), x, added)
+        return lambda: [rows_matmul(x, linear, residual=added)]
 
     return Case(
         matmul.OPERATION,
         f"{name}, {rows} rows, {columns} -> {outputs}, {bits or 16} bits",
-        weight_bytes(outputs, columns, bits) + 2 * rows * (columns + 2 * outputs),
+        weight_bytes(outputs, columns, bits) + 2 * rows * (columns + (1 + residual) * outputs),
         2 * rows * columns * outputs,
         (matmul.launch_of(rows, outputs),),
         make,
@@ -288,6 +315,18 @@ def replay_case(name: str, key_heads: int, heads: int, dim: int, rows: int) -> C
     )
 
 
+def verification_cases() -> list[Case]:
+    """Products of a target's verification, for the choice between rows_matmul and MLX's."""
+    found = [
+        matmul_case(name, rows, outputs, columns, bits)
+        for name, outputs, columns in VERIFIED
+        for bits in (4, 8)
+        for rows in VERIFIED_ROWS
+    ]
+    found += [matmul_case(HEAD[0], rows, *HEAD[1:], 4) for rows in (1, 16)]
+    return [*found, matmul_case("gate_proj, up_proj", 16, 12288, 4096, 0)]
+
+
 def cases() -> list[Case]:
     """The shapes that count: drafters and targets of the supported pairs."""
     full, causal, drafter = Sight(False), Sight(True), "Qwen3-8B's drafter"
@@ -299,8 +338,9 @@ def cases() -> list[Case]:
     for bits in (0, 4):
         found.append(block_case(drafter, 16, 4096, 32, 8, 128, bits))
         found.append(gated_case(f"gate and up of {drafter}", 16, 12288, 4096, bits))
-        found.append(matmul_case(f"down_proj of {drafter}", 16, 4096, 12288, bits))
-    found.append(matmul_case("gate_proj of Qwen3-8B", 16, 12288, 4096, 4))
+        down = f"down_proj of {drafter}"
+        found.append(matmul_case(down, 16, 4096, 12288, bits, residual=True))
+    found += verification_cases()
     for keys in (1024, 8192, 32768):
         found.append(attention_case(drafter, 32, 8, 128, 16, keys, full))
         found.append(attention_case("Qwen3.5-9B", 16, 4, 256, 16, keys, causal))

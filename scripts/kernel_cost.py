@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 
 from kernel_cases import Case, cases
-from kernel_dispatches import count_cycle, per_layer
+from kernel_dispatches import count_cycle, cycle_total, per_layer
 
 # GB/s of the chips' memory as Apple states it, of the largest variant. There is no M4 Ultra, and no
 # M5 Ultra yet.
@@ -20,6 +20,8 @@ BANDWIDTH = {
     "M5": 153, "M5 Pro": 307, "M5 Max": 614,
 }  # fmt: skip
 LAYERS = 4
+CYCLES = (("qwen3", False), ("qwen3", True), ("qwen3_5", False))
+KINDS = ("DFlash", "DFlash 2")
 
 
 def show_case(case: Case) -> None:
@@ -38,16 +40,25 @@ def show_case(case: Case) -> None:
 def main() -> None:
     for case in cases():
         show_case(case)
-    print("\nGPU dispatches of a cycle, modelled (not measured): MLX's operations, then kernels")
+    print("\nGPU dispatches, modelled (not measured): MLX's operations -> kernels")
+    for family, second in CYCLES:
+        show_cycle(family, second)
     for second in (False, True):
-        kind = "DFlash 2" if second else "DFlash"
-        before, after = (count_cycle(kernels, LAYERS, second=second) for kernels in (False, True))
-        for part in before if not second else ("draft",):
-            counts = f"{before[part].total()} -> {after[part].total()}"
-            print(f"\n{part}, {LAYERS} layers of a small Qwen3 pair, {kind}: {counts}")
-            print(f"  before: {dict(before[part])}\n  after:  {dict(after[part])}")
         layer = " -> ".join(str(per_layer(kernels, second=second)) for kernels in (False, True))
-        print(f"a draft layer, {kind}: {layer}")
+        print(f"\na draft layer, {KINDS[second]}: {layer}")
+
+
+def show_cycle(family: str, second: bool) -> None:
+    """Parts of a cycle of greedy decoding, and all of them; see count_cycle."""
+    before, after = (
+        count_cycle(kernels, LAYERS, second=second, family=family) for kernels in (False, True)
+    )
+    print(f"\ncycle of a small {family} target and {KINDS[second]} drafter, {LAYERS} layers each:")
+    for part in before:
+        print(f"  {part}: {before[part].total()} -> {after[part].total()}")
+        if before[part] != after[part]:
+            print(f"    before: {dict(before[part])}\n    after:  {dict(after[part])}")
+    print(f"  whole cycle, modelled: {cycle_total(before)} -> {cycle_total(after)}")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,18 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
+from dispatch_table import ARRAY, CORE, FAST, Cost, UncountedError, fused_attention
+from mlx.utils import tree_map
 
+from dflash_mlx.decode.sampling import SamplingParams
+from dflash_mlx.decode.session import Session
+from dflash_mlx.decode.step import Chooser, launch
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.draft.dflash import DFlashDrafter, DFlashModel
 from dflash_mlx.draft.dflash2 import DFlash2Drafter, DFlash2Model
@@ -30,81 +36,17 @@ from dflash_mlx.layers.mlp import MLP
 from dflash_mlx.models import build_target
 from dflash_mlx.segment import Segment
 
-Cost = Callable[..., int]
-ROWS, CONTEXT = 16, 600
+ROWS, CONTEXT, KEPT = 16, 20, 2  # of a block, before it, and of the block accepted
+SPLIT_KEYS = 16  # so that this short context is split as a long one is
+VOCABULARY = 32768
+PARTS = ("draft", "verify", "accept", "commit", "inject")
+TABLE = "scripts/dispatch_table.py"
 _zeros = mx.zeros
 
 
-def _always(dispatches: int) -> Cost:
-    return lambda *_, **__: dispatches
-
-
-def _cast(array: mx.array, dtype: mx.Dtype, *_: Any) -> int:
-    """A cast to the type that is there already is none."""
-    return int(dtype != array.dtype)
-
-
-def _index(_: mx.array, index: Any) -> int:
-    """A slice is a view; a look-up is one."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return int(any(isinstance(part, mx.array | list) for part in parts))
-
-
-def _copy(array: mx.array, *_: Any) -> int:
-    """Rows that lie one behind another already are not copied."""
-    return int(not memoryview(array).c_contiguous)
-
-
-def _each(arrays: Any, *_: Any, **__: Any) -> int:
-    """A copy for each part."""
-    return len(arrays)
-
-
-# A product of a block's rows: M1 to M4 split it along its sum (steel split-K, qmm_splitk) and add
-# the parts up. Attention of more than eight rows is one fused kernel, if the head size has one.
-PRODUCT, ATTENTION = 2, 1
-
-
-def _product(a: mx.array, b: mx.array) -> int:
-    """With a vector it is not split."""
-    return 1 if a.shape[-2] == 1 or b.shape[-1] == 1 else PRODUCT
-
-
-# Dispatches of one call, read in MLX's Metal back-end. What is not here is an error.
-_ONE = (
-    "softmax logsumexp argmax exp log tanh isnan logical_not argpartition take square sigmoid clip "
-    "take_along_axis where sum mean max min full zeros ones repeat arange"
-)
-_VIEWS = "reshape transpose swapaxes squeeze moveaxis flatten"
-_HOST = "eval async_eval default_device issubdtype"
-CORE: dict[str, Cost] = {
-    **dict.fromkeys(_ONE.split(), _always(1)),
-    **dict.fromkeys(
-        (*_VIEWS.split(), *_HOST.split(), "split", "expand_dims", "broadcast_to", "unflatten"),
-        _always(0),
-    ),
-    "matmul": _product,
-    "addmm": lambda _, a, b: _product(a, b),
-    **dict.fromkeys(("concatenate", "stack"), _each),
-    "contiguous": _copy,
-    "pad": _always(2),  # a fill, then the copy
-}
-FAST: dict[str, Cost] = {
-    **dict.fromkeys(("rms_norm", "rope", "gated_delta_update"), _always(1)),
-    "scaled_dot_product_attention": _always(ATTENTION),
-}
-_ARITHMETIC = ("add", "sub", "mul", "truediv")
-ARRAY: dict[str, Cost] = {
-    **{f"__{side}{name}__": _always(1) for name in _ARITHMETIC for side in ("", "r", "i")},
-    **dict.fromkeys(("__neg__", "__setitem__", "sum", "mean", "max", "square"), _always(1)),
-    **dict.fromkeys((*_VIEWS.split(), "item", "tolist", "split"), _always(0)),
-    "__matmul__": _product,
-    "__getitem__": _index,
-    "astype": _cast,
-}
 # Of an array, what is no operation.
 _PLAIN = {
-    *dir(object),
+    *set(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"},
     *(
         "__array__",
         "__array_namespace__",
@@ -116,11 +58,8 @@ _PLAIN = {
     *("__copy__", "__deepcopy__", "__dlpack__", "__dlpack_device__", "__float__", "__index__"),
     *("__int__", "__iter__", "__len__", "__setstate__", "__buffer__", "__release_buffer__"),
 }
+_one: Cost = lambda *_, **__: 1  # noqa: E731
 _COMPILED = type(mx.compile(lambda x: x))
-
-
-class UncountedError(Exception):
-    """An operation that the table does not know."""
 
 
 class _Recorder:
@@ -132,12 +71,12 @@ class _Recorder:
 
     def watch(self, name: str, function: Callable[..., Any], cost: Cost | None) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._depth:
-                if cost is None:
-                    raise UncountedError(f"{name} has no dispatches in the table of {__name__}")
-                self.counted[name] += cost(*args, **kwargs)
             self._depth += 1
             try:
+                if self._depth == 1:
+                    if cost is None:
+                        raise UncountedError(f"{name} has no dispatches in {TABLE}")
+                    self.counted[name] += cost(*args, **kwargs)
                 return function(*args, **kwargs)
             finally:
                 self._depth -= 1
@@ -147,7 +86,7 @@ class _Recorder:
     def patches(self) -> Iterator[Any]:
         for place, table in ((mx, CORE), (mx.fast, FAST), (mx.array, ARRAY)):
             known = {
-                name: self.watch(name, getattr(place, name), table.get(name))
+                name: self.watch(name, _as_on_gpu(name, getattr(place, name)), table.get(name))
                 for name in dir(place)
                 if _is_operation(place, name)
             }
@@ -158,7 +97,7 @@ class _Recorder:
             if name.startswith(("dflash_mlx", "mlx.nn")):
                 fused = {k: v for k, v in vars(module).items() if type(v) is _COMPILED}
                 if fused:
-                    watched = {k: self.watch(k, v, _always(1)) for k, v in fused.items()}
+                    watched = {k: self.watch(k, v, _one) for k, v in fused.items()}
                     yield mock.patch.multiple(module, **watched)
         yield mock.patch.object(MLP, "__call__", self._mlp())
 
@@ -166,10 +105,17 @@ class _Recorder:
         """MLP's call, whose compiled activation is an attribute, and one fused kernel."""
 
         def call(layer: MLP, x: mx.array) -> mx.array:
-            activate = self.watch("swiglu", layer.activation, _always(1))
+            activate = self.watch("swiglu", layer.activation, _one)
             return layer.down_proj(activate(layer.gate_proj(x), layer.up_proj(x)))
 
         return call
+
+
+def _as_on_gpu(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What lies in memory as on a GPU; a count waits for no result."""
+    if name in ("eval", "async_eval"):
+        return lambda *_: None
+    return fused_attention(function) if name == "scaled_dot_product_attention" else function
 
 
 def _is_operation(place: Any, name: str) -> bool:
@@ -212,58 +158,141 @@ def kernels_counted(counted: Counter[str]) -> Iterator[None]:
         chosen = backend.Choice(True, "counted")
         stack.enter_context(mock.patch.object(backend, "choice", return_value=chosen))
         stack.enter_context(mock.patch.object(backend, "_on_gpu", return_value=True))
+        stack.enter_context(mock.patch.object(attention, "SPLIT_KEYS", SPLIT_KEYS))
         trusted = lambda _, __, kernel, *___, **____: kernel()  # noqa: E731
         stack.enter_context(mock.patch.object(backend, "run", trusted))
         yield
 
 
-def count_cycle(kernels: bool, layers: int, *, second: bool = False) -> dict[str, Counter[str]]:
-    """Dispatches of a drafter's pass, of the injection and of the target's verification.
+# A small pair's sizes. Hidden states are wide enough that a slice of them is worth a copy to MLX;
+# heads are of the sizes that have kernels, as those of the real models.
+_SIZES: dict[str, Any] = {
+    "hidden_size": 640,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+}
+_TARGETS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3"},
+    # Every fourth layer is attention.
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
+        | {"partial_rotary_factor": 0.25},
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+}
 
-    second: of a DFlash 2 drafter.
-    """
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes |= {"intermediate_size": 64, "num_hidden_layers": layers, "rms_norm_eps": 1e-6}
-    sizes |= {"vocab_size": 64, "rope_theta": 1e4, "max_position_embeddings": 4096}
-    drafter = {"target_layer_ids": [0, 1], "mask_token_id": 1, "block_size": ROWS}
+
+def _pair(family: str, layers: int, second: bool, mixed: bool = False) -> tuple[Any, DFlashDrafter]:
+    """A target of `family` and its drafter in 16 bits, `layers` layers each; zeros for weights."""
+    sizes = {**_SIZES, "num_hidden_layers": layers}
+    target = build_target({"tie_word_embeddings": False, **sizes, **_TARGETS[family]})
+    given: dict[str, Any] = {
+        "target_layer_ids": [0, 1],
+        "mask_token_id": 1,
+        "block_size": ROWS,
+    }
     if second:
-        drafter |= {"conv_kernel_size": 2, "conv_group_size": 8}
-        drafter |= {"selector_rank": 8, "selector_top_k": 4}
-    target = build_target({"model_type": "qwen3", "tie_word_embeddings": False, **sizes})
+        given |= {"conv_kernel_size": 2, "conv_group_size": 8}
+        given |= {"selector_rank": 8, "selector_top_k": 4}
     name = "DFlash2DraftModel" if second else "DFlashDraftModel"
-    names = {"architectures": [name], "model_type": "qwen3", "num_target_layers": layers}
-    config = parse_config({**names, **sizes, "dflash_config": drafter})
+    names: dict[str, Any] = {"architectures": [name], "model_type": "qwen3"}
+    names |= {"num_target_layers": layers}
+    if mixed:
+        kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+        names |= {"layer_types": kinds, "sliding_window": 128, "use_sliding_window": True}
+    config = parse_config({**names, **sizes, "dflash_config": given})
+    model = DFlash2Model(config) if second else DFlashModel(config)
+    for part in (target, model):
+        part.update(tree_map(lambda x: mx.zeros(x.shape, mx.float16), part.parameters()))
     if second:
-        model: DFlashDrafter = DFlash2Drafter(DFlash2Model(config), config, target)
-    else:
-        model = DFlashDrafter(DFlashModel(config), config, target)
-    found = {}
-    for part in ("draft", "inject", "verify"):
-        with recorder() as counted, ExitStack() as stack:
-            if kernels:
-                stack.enter_context(kernels_counted(counted))
-            _cycle(model, target, part, counted)
-        found[part] = Counter({name: count for name, count in counted.items() if count})
-    return found
+        return target, DFlash2Drafter(model, config, target)
+    return target, DFlashDrafter(model, config, target)
+
+
+def count_cycle(
+    kernels: bool, layers: int, *, second: bool = False, family: str = "qwen3", mixed: bool = False
+) -> dict[str, Counter[str]]:
+    """Dispatches of a cycle of greedy decoding by its parts.
+
+    draft: the drafter's pass. verify: the target's pass and head. accept: the verdict and what is
+    packed for the host. commit: the target's caches keep the accepted rows. inject: the drafter
+    gets their features. second: of a DFlash 2 drafter. family: of the target. mixed: every other
+    draft layer has a window.
+    """
+    return _count(kernels, layers, second, family, mixed)
+
+
+@cache
+def _count(
+    kernels: bool, layers: int, second: bool, family: str, mixed: bool = False
+) -> dict[str, Counter[str]]:
+    target, drafter = _pair(family, layers, second, mixed)
+    with recorder() as counted, ExitStack() as stack:
+        if kernels:
+            stack.enter_context(kernels_counted(counted))
+        session, meter = Session(target, drafter, nullcontext), _Meter(counted)
+        _, features = target.forward([_segment(CONTEXT, session)], drafter.taps)
+        session.cache.commit(CONTEXT)
+        drafter.observe(features, session.draft_cache)
+        for place, name, part in (
+            (drafter, "propose", "draft"),
+            (drafter, "observe", "inject"),
+            (target, "forward", "verify"),
+            (target, "logits", "verify"),
+            (session.cache, "commit", "commit"),
+        ):
+            watched = meter.of(part, getattr(place, name))
+            stack.enter_context(mock.patch.object(place, name, watched))
+        chooser = Chooser(SamplingParams(), mx.random.key(0), target.vocab_size)
+        started = (chooser, mx.array([0], mx.int32), ROWS - 1)
+        flight = meter.of("accept", launch)(
+            *(target, session.cache, drafter, session.draft_cache), *started
+        )
+        session._keep(flight, [0] * KEPT)
+    meter.parts["accept"] -= meter.parts["draft"] + meter.parts["verify"]
+    return {part: meter.parts[part] for part in PARTS}
+
+
+def _segment(rows: int, session: Session) -> Segment:
+    return Segment(mx.array([0] * rows, mx.int32), session.cache)
+
+
+class _Meter:
+    """What the parts of a cycle add to a recorder's count."""
+
+    def __init__(self, counted: Counter[str]) -> None:
+        self.counted = counted
+        self.parts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+
+    def of(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = self.counted.copy()
+            result = function(*args, **kwargs)
+            self.parts[part] += self.counted - before
+            return result
+
+        return call
+
+
+def cycle_total(counts: dict[str, Counter[str]]) -> int:
+    """Dispatches of all parts together."""
+    return sum(part.total() for part in counts.values())
 
 
 def per_layer(kernels: bool, *, second: bool = False) -> int:
     """Dispatches that one more draft layer costs a drafter's pass."""
-    two, three = (count_cycle(kernels, layers, second=second)["draft"].total() for layers in (2, 3))
-    return three - two
-
-
-def _cycle(drafter: DFlashDrafter, target: Any, part: str, counted: Counter[str]) -> None:
-    cache, context = target.make_cache(), drafter.make_cache()
-    ids = mx.array([0] * CONTEXT, mx.int32)
-    _, features = target.forward([Segment(ids, cache)], drafter.taps)
-    drafter.observe(features, context)
-    cache.commit(CONTEXT)
-    _, kept = target.forward([Segment(ids[:ROWS], cache)], drafter.taps)
-    counted.clear()
-    if part == "draft":
-        drafter.propose(mx.array([0], mx.int32), ROWS - 1, None, context)
-    elif part == "inject":
-        drafter.observe(kept, context)
-    else:
-        target.forward([Segment(ids[:ROWS], cache)], drafter.taps)
+    three, four = (count_cycle(kernels, n, second=second)["draft"].total() for n in (3, 4))
+    return four - three

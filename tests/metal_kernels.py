@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from metal_cpu import CpuKernel, Mode, metal_on_cpu
 
 from dflash_mlx.kernels import backend, source
 
-# Half a unit in the last place, relative.
+# Half a unit in the last place, relative, and of a subnormal number.
 ROUNDING = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
+SUBNORMAL = {mx.float32: 2.0**-150, mx.float16: 2.0**-25, mx.bfloat16: 2.0**-134}
 SUM_ERROR = 1e-5  # of the sum of absolute products
 
 
@@ -55,13 +58,27 @@ def random(shape: tuple[int, ...], dtype: mx.Dtype, seed: int, scale: float = 1.
     return mx.array(values).astype(dtype)
 
 
+def single(given: mx.array) -> mx.array:
+    """Numbers in float32: MLX's 16-bit sums on the CPU are too coarse for a twin's."""
+    return given.astype(mx.float32) if mx.issubdtype(given.dtype, mx.floating) else given
+
+
+def single_layer(layer: nn.Module) -> nn.Module:
+    """The same layer with its numbers in float32; codes stay."""
+    made = copy.copy(layer)
+    for name, array in layer.parameters().items():
+        made[name] = single(array)
+    return made
+
+
 def exact(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
 def assert_near(got: mx.array, want: np.ndarray, magnitude: np.ndarray | float) -> None:
     """Within SUM_ERROR of `magnitude` (the sum of absolute terms) and the type's own rounding."""
-    allowed = SUM_ERROR * magnitude + ROUNDING[got.dtype] * np.abs(want)
+    rounding = np.maximum(ROUNDING[got.dtype] * np.abs(want), SUBNORMAL[got.dtype])
+    allowed = SUM_ERROR * magnitude + rounding
     found = exact(got)
     assert found.shape == want.shape
     assert not np.isnan(found).any()

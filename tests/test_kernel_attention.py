@@ -8,7 +8,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import SCHEDULES, Mode
-from metal_kernels import ROUNDING, assert_near, exact, kernels_on_cpu, launches, random
+from metal_kernels import (
+    ROUNDING,
+    assert_near,
+    exact,
+    kernels_on_cpu,
+    launches,
+    random,
+    single,
+)
 
 from dflash_mlx.cache import KVCache, WindowCache
 from dflash_mlx.kernels import Rows, Sight, Surroundings, attention, block_attention, block_mask
@@ -62,6 +70,21 @@ def _reference(
     return tuple(part.transpose(1, 0, 2).reshape(rows, -1) for part in (out, size))
 
 
+def _twin(
+    queries: mx.array,
+    context: Rows | None,
+    block: Rows,
+    *,
+    position: int,
+    sinks: mx.array | None = None,
+    **given: Any,
+) -> mx.array:
+    """MLX's operations on the same numbers in float32."""
+    held, own = (rows and Rows(*map(single, rows)) for rows in (context, block))
+    around, sinks = Surroundings(held, own), None if sinks is None else single(sinks)
+    return block_attention(single(queries), around, position=position, sinks=sinks, **given)
+
+
 def _check(
     heads: int,
     kv_heads: int,
@@ -79,11 +102,13 @@ def _check(
     # Above the highest score of a row, and below.
     given["sinks"] = mx.array([9.0, -3.0] * heads)[:heads].astype(dtype) if sinks else None
     at = context if position is None else position
+    twin = _twin(queries, before, block, position=at, **given)
     with kernels_on_cpu() as made:
         found = block_attention(queries, Surroundings(before, block), position=at, **given)
     assert launches(made)["block_attention"] == 1
     want, size = _reference(queries, before, block, **given)
     assert_near(found[0], want, size)
+    assert_near(twin[0], want, size)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -111,11 +136,13 @@ def test_queries_with_any_strides() -> None:
     _, before, block = _inputs(4, 2, 64, 5, 20, mx.float32)
     queries = random((1, 64, 5, 4), mx.float32, 7).transpose(0, 3, 2, 1)
     around = Surroundings(before, block)
+    twin = block_attention(queries, around, scale=0.125, sight=CAUSAL, position=20)
     with kernels_on_cpu() as made:
         found = block_attention(queries, around, scale=0.125, sight=CAUSAL, position=20)
     assert launches(made)["block_attention"] == 1
     want, size = _reference(queries, before, block, 0.125, CAUSAL, None)
     assert_near(found[0], want, size)
+    assert_near(twin[0], want, size)
 
 
 # Two and three splits, a split that begins inside the window, positions behind a dropped context.
@@ -133,6 +160,40 @@ def test_splits_of_a_longer_context(
     rows: int, context: int, sight: Sight, position: int | None
 ) -> None:
     _check(3, 1, 64, rows, context, mx.float32, sight, sinks=rows == 4, position=position)
+
+
+# With the real shapes below, each type and each head size in splits.
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [
+        (mx.float16, 64),
+        (mx.float16, 96),
+        (mx.float16, 128),
+        (mx.float16, 256),
+        (mx.bfloat16, 96),
+        (mx.float32, 96),
+        (mx.float32, 256),
+    ],
+)
+def test_splits_of_each_type_and_head_size(
+    dtype: mx.Dtype, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SPLIT_KEYS", 64)
+    _check(2, 1, dim, 3, 69, dtype, CAUSAL, sinks=dim == 96)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [(mx.float16, 64), (mx.float16, 96), (mx.bfloat16, 128), (mx.bfloat16, 256)],
+)
+def test_blocks_without_a_context(dtype: mx.Dtype, dim: int) -> None:
+    _check(4, 2, dim, 7, 0, dtype, CAUSAL, sinks=dim == 64)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_block_without_a_context_across_the_end_of_a_split(dtype: mx.Dtype) -> None:
+    """As of rows whose context a window dropped; splits begin at absolute positions."""
+    _check(2, 1, 64, 12, 0, dtype, CAUSAL, position=attention.SPLIT_KEYS - 5)
 
 
 # (query heads, K/V heads, head size, rows) of Qwen3-8B and its drafter, Qwen3.5-9B, gpt-oss-20b and

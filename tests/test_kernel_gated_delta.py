@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import SCHEDULES, Mode
-from metal_kernels import exact, kernels_on_cpu, launches, random
+from metal_kernels import assert_near, exact, kernels_on_cpu, launches, random
 
 from dflash_mlx.kernels import DeltaRows, advance, replay
 
@@ -26,18 +26,26 @@ def _state(rows: DeltaRows) -> mx.array:
     return random((1, *rows.values.shape[2:], rows.keys.shape[3]), mx.float32, 6)
 
 
-def _reference(rows: DeltaRows, start: mx.array | None) -> tuple[np.ndarray, np.ndarray]:
+def _reference(rows: DeltaRows, start: mx.array | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    """y and the last state in float64, each with the size of the sums that it comes from.
+
+    A state's error is at most those of all its sums: a row only makes a former state smaller.
+    """
     q, k, v, g, beta = (exact(part[0]) for part in rows)
     heads, (dim, key_dim) = v.shape[1], (v.shape[2], k.shape[2])
     q, k = (np.repeat(part, heads // part.shape[1], axis=1) for part in (q, k))
     state = np.zeros((heads, dim, key_dim)) if start is None else exact(start[0])
-    out = []
+    size = np.zeros_like(state)
+    out, out_size = [], []
     for t in range(len(v)):
-        state = state * g[t][:, None, None]
+        state, size = (part * g[t][:, None, None] for part in (state, size))
         change = beta[t][:, None] * (v[t] - np.einsum("hdk,hk->hd", state, k[t]))
+        terms = np.abs(v[t]) + np.einsum("hdk,hk->hd", np.abs(state), np.abs(k[t]))
+        size += np.abs(state) + (beta[t][:, None] * terms)[:, :, None] * np.abs(k[t])[:, None]
         state = state + change[:, :, None] * k[t][:, None]
         out.append(np.einsum("hdk,hk->hd", state, q[t]))
-    return np.stack(out)[None], state[None]
+        out_size.append(np.einsum("hdk,hk->hd", np.abs(state) + size, np.abs(q[t])))
+    return [(np.stack(out)[None], np.stack(out_size)[None]), (state[None], size[None])]
 
 
 # Sizes of a Qwen3.5 head, one that fills no SIMD group, and odd ones.
@@ -57,11 +65,13 @@ def test_run_and_replay_against_float64(
         ran = advance(rows, start)
         state = replay(rows, start, ran.changes, kept)
     assert launches(made) == {"gated_delta_advance": 1, "gated_delta_replay": 1}
-    want, end = _reference(rows, start)
+    out, end = _reference(rows, start)
     for got in (ran, twin):
-        np.testing.assert_allclose(got.out, want, atol=2e-5)
-        np.testing.assert_allclose(got.end, end, atol=2e-5)
-    np.testing.assert_allclose(state, _reference(rows.first(kept), start)[1], atol=2e-5)
+        assert_near(got.out, *out)
+        assert_near(got.end, *end)
+    again = replay(rows, start, None, kept)
+    for got in (state, again):
+        assert_near(got, *_reference(rows.first(kept), start)[1])
 
 
 @pytest.mark.parametrize(("key_dim", "dim"), [(40, 8), (128, 16)])
@@ -97,4 +107,7 @@ def test_long_runs_go_to_mlx() -> None:
         ran = advance(rows, None)
         end = replay(rows, None, ran.changes, 33)
     assert made == []
-    np.testing.assert_allclose(end, ran.end, atol=1e-6)
+    out, last = _reference(rows, None)
+    assert_near(ran.out, *out)
+    for got in (ran.end, end):
+        assert_near(got, *last)

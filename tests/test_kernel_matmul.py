@@ -7,7 +7,15 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from metal_cpu import SCHEDULES, Mode
-from metal_kernels import assert_near, exact, kernels_on_cpu, launches, random
+from metal_kernels import (
+    assert_near,
+    exact,
+    kernels_on_cpu,
+    launches,
+    random,
+    single,
+    single_layer,
+)
 
 from dflash_mlx.kernels import backend, gated_matmul, matmul, rows_matmul
 
@@ -37,10 +45,13 @@ def dense(linear: nn.Module) -> np.ndarray:
     return codes * scales + biases
 
 
-def _check(linear: nn.Module, rows: int, dtype: mx.Dtype, *, residual: bool = False) -> None:
+def check(linear: nn.Module, rows: int, dtype: mx.Dtype, *, residual: bool = False) -> None:
+    """Kernel and twin against float64, the twin with the same numbers in float32."""
     weights = dense(linear)
     x = random((1, rows, weights.shape[1]), dtype, 3)
     added = random((1, rows, len(weights)), dtype, 4) if residual else None
+    again = None if added is None else single(added)
+    twin = rows_matmul(single(x), single_layer(linear), residual=again)
     with kernels_on_cpu() as made:
         found = rows_matmul(x, linear, residual=added)
     assert launches(made) == {"rows_matmul": 1}
@@ -48,31 +59,33 @@ def _check(linear: nn.Module, rows: int, dtype: mx.Dtype, *, residual: bool = Fa
     bias = exact(linear.bias) if "bias" in linear else np.zeros(len(weights))
     bias = bias if added is None else bias + exact(added[0])
     want = exact(x[0]) @ weights.T + bias
-    assert_near(found[0], want, np.abs(exact(x[0])) @ np.abs(weights).T + np.abs(bias))
+    size = np.abs(exact(x[0])) @ np.abs(weights).T + np.abs(bias)
+    assert_near(found[0], want, size)
+    assert_near(twin[0], want, size)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_each_type_and_width(dtype: mx.Dtype, bits: int) -> None:
     linear = linear_layer(40, 192, dtype, bits, bias=bits != 8)
-    _check(linear, 11, dtype, residual=bits != 4)
+    check(linear, 11, dtype, residual=bits != 4)
 
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_each_group_size(group: int) -> None:
-    _check(linear_layer(16, 256, mx.bfloat16, 4, group), 3, mx.bfloat16)
+    check(linear_layer(16, 256, mx.bfloat16, 4, group), 3, mx.bfloat16)
 
 
 # Primes, one, not a multiple of any tile; K of a multiple of 8 only.
 @pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 1, 8), (5, 13, 72), (16, 17, 1032)])
 def test_odd_sizes(rows: int, outputs: int, columns: int) -> None:
-    _check(linear_layer(outputs, columns, mx.float32), rows, mx.float32)
+    check(linear_layer(outputs, columns, mx.float32), rows, mx.float32)
 
 
 # fc of Qwen3-8B's drafter (K = 5 · 4096) and of gpt-oss-20b's (K = 5 · 2880), few outputs.
 @pytest.mark.parametrize(("columns", "bits"), [(20480, 4), (14400, 0)])
 def test_the_long_sums_of_real_drafters(columns: int, bits: int) -> None:
-    _check(linear_layer(16, columns, mx.bfloat16, bits), 16, mx.bfloat16)
+    check(linear_layer(16, columns, mx.bfloat16, bits), 16, mx.bfloat16)
 
 
 # SmolLM2's hidden size, one that the simdgroups share unevenly, and outputs that fill no tile.
@@ -110,7 +123,7 @@ def _gated(
     ("dtype", "bits"), [(mx.float32, 0), (mx.float16, 4), (mx.bfloat16, 8), (mx.bfloat16, 0)]
 )
 def test_gated_products_of_each_type(dtype: mx.Dtype, bits: int) -> None:
-    _check_gated(5, 40, 128, dtype, bits, normed=bits != 8)
+    check_gated(5, 40, 128, dtype, bits, normed=bits != 8)
 
 
 # One, primes, not a multiple of any tile; a slice of Qwen3-8B's drafter.
@@ -121,28 +134,38 @@ def test_gated_products_of_each_type(dtype: mx.Dtype, bits: int) -> None:
 def test_gated_products_of_odd_and_real_sizes(
     rows: int, outputs: int, columns: int, normed: bool
 ) -> None:
-    _check_gated(rows, outputs, columns, mx.float32, 0, normed=normed)
+    check_gated(rows, outputs, columns, mx.float32, 0, normed=normed)
 
 
-def _check_gated(
-    rows: int, outputs: int, columns: int, dtype: mx.Dtype, bits: int, *, normed: bool
+def check_gated(
+    rows: int,
+    outputs: int,
+    columns: int,
+    dtype: mx.Dtype,
+    bits: int,
+    *,
+    normed: bool,
+    group: int = 64,
 ) -> None:
-    gate = linear_layer(outputs, columns, dtype, bits)
-    plain = nn.Linear(columns, outputs, bias=False)
+    """As `check`."""
+    gate, plain = (linear_layer(outputs, columns, dtype) for _ in range(2))
     plain.weight = random((outputs, columns), dtype, 6)
-    up = nn.QuantizedLinear.from_linear(plain, 64, bits) if bits else plain
+    gate, up = (
+        nn.QuantizedLinear.from_linear(part, group, bits) if bits else part
+        for part in (gate, plain)
+    )
     norm = nn.RMSNorm(columns, eps=1e-3) if normed else None
     if norm is not None:
         norm.weight = 1 + random((columns,), dtype, 7, 0.3)
     x = random((1, rows, columns), dtype, 8, 0.3)
-    twin = gated_matmul(x, norm, gate, up)
+    layers = (norm and single_layer(norm), single_layer(gate), single_layer(up))
+    twin = gated_matmul(single(x), *layers)
     with kernels_on_cpu() as made:
         found = gated_matmul(x, norm, gate, up)
     assert launches(made) == {"rows_matmul": 1}
     want, size = _gated(x, norm, gate, up)
     assert_near(found[0], want, size)
-    if dtype == mx.float32:
-        assert_near(twin[0], want, size)
+    assert_near(twin[0], want, size)
 
 
 def test_a_gated_row_has_the_same_bits_in_any_company() -> None:

@@ -1,26 +1,30 @@
-"""kernel_cost and bench_kernels: the stated launches are the real ones, the counts are by hand."""
+"""bench_kernels and its cases: the stated launches are the real ones, bytes are by hand."""
 
 from __future__ import annotations
 
+import re
 import sys
 from math import prod
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from metal_cpu import Mode
 from metal_kernels import kernels_on_cpu
 
 from dflash_mlx.kernels import Sight, backend
+from dflash_mlx.models import build_target
+from dflash_mlx.registry import resolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_kernels
 import kernel_cases
-import kernel_dispatches
 
 SMALL = [
-    ("rows_matmul", lambda: kernel_cases.matmul_case("a", 5, 40, 128, 4)),
+    ("rows_matmul", lambda: kernel_cases.matmul_case("a", 5, 40, 128, 4, residual=True)),
+    ("rows_matmul", lambda: kernel_cases.matmul_case("a", 1, 40, 128, 8)),
     ("rows_matmul", lambda: kernel_cases.gated_case("a", 5, 40, 128, 0)),
     ("fuse_taps", lambda: kernel_cases.taps_case("b", 9, 40, 64, 2, 0)),
     ("head_projection", lambda: kernel_cases.context_case("b", 9, 64, 2, 1, 128, 0)),
@@ -76,10 +80,58 @@ def test_a_fault_is_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_and_flops_of_a_case_by_hand() -> None:
-    case = kernel_cases.matmul_case("fc", 2, 32, 128, 4)
+    case = kernel_cases.matmul_case("fc", 2, 32, 128, 4, residual=True)
     # Codes, scales and biases, then two rows of input, residual and output.
     assert case.bytes == 32 * 128 // 2 + 2 * 2 * (32 * 2) + 2 * 2 * (128 + 32 + 32)
     assert case.flops == 2 * 2 * 32 * 128
+    bare = kernel_cases.matmul_case("fc", 2, 32, 128, 4)
+    assert case.bytes - bare.bytes == 2 * 2 * 32
+
+
+def _products(pair: str) -> set[tuple[int, int]]:
+    """(outputs, columns) of every linear layer of a pair's target but its head."""
+    known = resolve(pair).pair
+    assert known is not None
+    others = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e6}
+    target = build_target({**others, **known.config})
+    return {
+        layer.weight.shape
+        for name, layer in target.named_modules()
+        if isinstance(layer, nn.Linear) and name != "lm_head"
+    }
+
+
+def test_verification_is_measured_on_every_product_of_the_two_large_models() -> None:
+    shapes = {(outputs, columns) for _, outputs, columns in kernel_cases.VERIFIED}
+    assert shapes == _products("Qwen3-8B") | _products("Qwen3.5-9B")
+    names = [case.shape for case in kernel_cases.verification_cases()]
+    assert len(set(names)) == len(names)
+    for outputs, columns in shapes:
+        found = [
+            re.fullmatch(rf".*, (\d+) rows, {columns} -> {outputs}, (\d+) bits", name)
+            for name in names
+        ]
+        wanted = {(str(rows), str(bits)) for rows in (1, 2, 4, 8, 16) for bits in (4, 8)}
+        assert wanted <= {match.groups() for match in found if match}
+    heads = [name for name in names if "4096 -> 151936" in name]
+    assert ["1 rows" in name for name in heads] == [True, False]
+    assert sum("16 bits" in name for name in names) == 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_drawn_as_codes_are_like_those_of_a_model(bits: int) -> None:
+    made = kernel_cases._linear(64, 1024, bits)
+    weights = mx.dequantize(made.weight, made.scales, made.biases, 64, bits).astype(mx.float32)
+    assert mx.std(weights).item() == pytest.approx(1024**-0.5, rel=0.1)
+    assert abs(mx.mean(weights).item()) < 0.05 * 1024**-0.5
+    bits_set = [((made.weight >> bit) & 1).astype(mx.float32).mean().item() for bit in range(32)]
+    assert bits_set == pytest.approx([0.5] * 32, abs=0.05)
+
+
+def test_a_case_that_was_measured_leaves_no_array() -> None:
+    before = mx.get_active_memory()
+    bench_kernels.measure(kernel_cases.matmul_case("a", 1, 64, 4096, 4), repetitions=1, calls=1)
+    assert mx.get_active_memory() <= before
 
 
 def test_every_case_fits_a_threadgroup() -> None:
@@ -92,46 +144,3 @@ def test_every_case_fits_a_threadgroup() -> None:
 def test_without_metal_there_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_kernels.main() == 2
     assert "Run this on a Mac" in capsys.readouterr().err
-
-
-def test_dispatches_of_a_cycle() -> None:
-    layers = 2
-    before, after = (kernel_dispatches.count_cycle(kernels, layers) for kernels in (False, True))
-    # fc, K and V of all layers, and one write.
-    assert after["inject"] == {"fuse_taps": 1, "head_projection": 1, "__setitem__": 1}
-    # Two taps joined, three products, two norms with weights apart, rope, keys and values joined,
-    # and two writes a layer.
-    products = 3 * kernel_dispatches.PRODUCT
-    assert before["inject"].total() == 2 + products + 2 + 2 + 1 + 2 + 2 * layers
-    assert before["draft"]["scaled_dot_product_attention"] == layers
-    assert after["draft"]["block_attention"] == after["draft"]["attention_combine"] == layers
-    # Two joined ids and a look-up, the cast of logits, final norm and head, the choice, and whether
-    # a logit was NaN.
-    rest = 2 + 1 + 1 + 1 + kernel_dispatches.PRODUCT + 1 + 3
-    assert after["draft"].total() == 6 * layers + rest
-
-
-def test_dispatches_of_a_draft_layer() -> None:
-    # Four norms, seven products in two parts, two ropes, two writes, attention, swiglu, two sums.
-    assert kernel_dispatches.per_layer(False) == 4 + 7 * 2 + 2 + 2 + 1 + 1 + 2
-    # Heads, two of attention, its output, and two of the MLP.
-    assert kernel_dispatches.per_layer(True) == 6 <= 12
-    # DFlash 2 has a projection and two convolutions around each of the two sublayers.
-    assert kernel_dispatches.per_layer(True, second=True) == 6 + 2 * (1 + 2) <= 12
-
-
-def test_an_operation_without_a_count_is_an_error() -> None:
-    for unknown in (
-        lambda x: mx.erf(x),
-        lambda x: x**2,
-        lambda x: x.cumsum(),
-        lambda x: mx.fast.layer_norm(x, x, x, 1),
-    ):
-        with (
-            kernel_dispatches.recorder(),
-            pytest.raises(kernel_dispatches.UncountedError, match="no dispatches"),
-        ):
-            unknown(mx.zeros((3,)))
-    with kernel_dispatches.recorder() as counted:
-        mx.softmax(mx.ones((3,)))
-    assert counted == {"ones": 1, "softmax": 1}

@@ -18,32 +18,37 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_exp_of_a_strided_array(dtype: mx.Dtype) -> None:
+# Places of the elements, and the relative rounding of each type.
+EXP = {
+    "rows one behind another": "elem",
+    "strided": "elem_to_loc(elem, inp_shape, inp_strides, inp_ndim)",
+}
+ROUNDING = {mx.float32: 1e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("kind", EXP)
+def test_exp_of_each_element(kind: str, dtype: mx.Dtype) -> None:
     kernel = CpuKernel(
-        name="myexp_strided",
+        name="exponential",
         input_names=["inp"],
         output_names=["out"],
-        source="""
-            uint elem = thread_position_in_grid.x;
-            uint row = elem / inp_shape[1], column = elem % inp_shape[1];
-            T tmp = inp[row * inp_strides[0] + column * inp_strides[1]];
-            out[elem] = metal::exp(tmp);
+        source=f"""
+            const uint elem = thread_position_in_grid.x;
+            out[elem] = metal::exp(inp[{EXP[kind]}]);
         """,
-        ensure_row_contiguous=False,
+        ensure_row_contiguous=kind != "strided",
     )
-    x = mx.random.normal((4, 34), key=mx.random.key(1)).astype(dtype)[::2, 1:30].T
+    x = mx.random.normal((2, 4, 34), key=mx.random.key(1)).astype(dtype)[:, ::2, 1:30]
     out = kernel(
-        inputs=[x],
-        template=[("T", dtype)],
+        inputs=[x.transpose(2, 0, 1)],
         grid=(x.size, 1, 1),
         threadgroup=(17, 1, 1),
-        output_shapes=[x.shape],
+        output_shapes=[(29, 2, 2)],
         output_dtypes=[dtype],
     )[0]
-    want = np.exp(np.array(x.astype(mx.float32)))
-    rounding = {mx.float32: 1e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
-    np.testing.assert_allclose(np.array(out.astype(mx.float32)), want, rtol=rounding)
+    want = np.exp(np.array(x.astype(mx.float32)).astype(np.float64)).transpose(2, 0, 1)
+    np.testing.assert_allclose(np.array(out.astype(mx.float32)), want, rtol=ROUNDING[dtype])
 
 
 @pytest.mark.usefixtures("pretended_gpu")

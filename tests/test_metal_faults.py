@@ -190,6 +190,8 @@ COMPILE_FAULTS = [
     "auto a = std::max(1, 2);",
     "double a = 1;",
     "float4 a = make_vector<float4>(float3(1), 2.0f);",
+    "((device atomic<float>*)y)[0] += 1.0f;",
+    "atomic_fetch_add_explicit((device atomic<half>*)y, half(1), memory_order_relaxed);",
 ]
 
 

@@ -71,7 +71,7 @@ class Forwards:
         """The target's logits [rows, V]."""
         segment = Segment(block, self._cache)
         hidden, self._features = self._target.forward([segment], self._drafter.taps)
-        return self._target.logits(hidden[0])
+        return self._target.logits(hidden.squeeze(0))
 
     def _keep(self, rows: int) -> None:
         assert self._features is not None

@@ -150,7 +150,7 @@ class Session:
                 start = time.perf_counter()
                 segment = Segment(mx.array(self.ids[-1:], mx.int32), self.cache)
                 hidden, _ = self.target.forward([segment])
-                mx.eval(mx.argmax(self.target.logits(hidden[0]), axis=-1))
+                mx.eval(mx.argmax(self.target.logits(hidden.squeeze(0)), axis=-1))
                 self.cache.commit(0)
                 times.append(time.perf_counter() - start)
         return statistics.median(times)

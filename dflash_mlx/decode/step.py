@@ -136,7 +136,7 @@ def launch(
         proposal = Proposal(clipped, proposal.probs, proposal.healthy, proposal.candidates)
         ids = mx.concatenate([anchor, clipped])
     hidden, features = target.forward([Segment(ids, cache)], drafter.taps if drafter else ())
-    verdict, sound = chooser.judge(target.logits(hidden[0]), proposal)
+    verdict, sound = chooser.judge(target.logits(hidden.squeeze(0)), proposal)
     healthy = proposal.healthy if proposal else mx.array(True)
     flags = mx.stack([verdict.accepted, healthy.astype(mx.int32), sound.astype(mx.int32)])
     packed = mx.concatenate([flags, verdict.tokens])

@@ -279,7 +279,8 @@ class DFlashDrafter:
     def _logits(self, rows: mx.array, head: ReducedHead | None = None) -> mx.array:
         own = "lm_head" in self.model
         project = head or (self.model.lm_head if own else self._target.head)
-        logits = project(rows if own else rows.astype(self._target.dtype))[0].astype(mx.float32)
+        logits = project(rows if own else rows.astype(self._target.dtype))
+        logits = logits.squeeze(0).astype(mx.float32)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

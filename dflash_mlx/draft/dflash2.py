@@ -45,7 +45,7 @@ class GroupedDynamicConv(nn.Module):
         """norm(x) [1, L, H], x itself without a norm -> those of the input and the output side."""
         dynamic = rows_matmul(x, self.kernel_projection, norm=norm)
         dynamic = dynamic.reshape(x.shape[1], 2, self.taps, self.groups)
-        before, behind = (Coefficients(self.base_kernel[i], dynamic[:, i]) for i in (0, 1))
+        before, behind = (Coefficients(self.base_kernel[i, ...], dynamic[:, i]) for i in (0, 1))
         return before, behind
 
 
@@ -135,7 +135,7 @@ class CandidateSelector(nn.Module):
         unary = mx.take_along_axis(logits, candidates, axis=-1)
         if ids is not None:
             candidates = mx.take(ids, candidates)
-        hidden = self.hidden_projection(rows)[0].astype(mx.float32)  # [n, r]
+        hidden = self.hidden_projection(rows).squeeze(0).astype(mx.float32)  # [n, r]
         follows = self.successor_codebook[candidates].astype(mx.float32) * hidden[:, None]
         token, tokens, scores = anchor, [], []
         for i in range(logits.shape[0]):

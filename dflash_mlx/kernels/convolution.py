@@ -18,7 +18,7 @@ _NAMES = ("x", "base", "dynamic", "residual", "norm", "norm_eps")
 
 
 class Coefficients(NamedTuple):
-    """base [taps, H] of every channel, plus dynamic [L, taps, groups] of a row and a group."""
+    """base [taps, H] of channels, contiguous, plus dynamic [L, taps, groups] of rows and groups."""
 
     base: mx.array
     dynamic: mx.array
@@ -63,7 +63,7 @@ def _operations(x: mx.array, coefficients: Coefficients) -> mx.array:
     base, dynamic = coefficients
     rows, taps, groups = dynamic.shape
     each = (base.reshape(taps, groups, -1) + dynamic[..., None]).reshape(rows, taps, -1)
-    padded = mx.pad(x[0], [(taps - 1, 0), (0, 0)])
+    padded = mx.pad(x.squeeze(0), [(taps - 1, 0), (0, 0)])
     lags = [padded[taps - 1 - k : taps - 1 - k + rows] for k in range(taps)]
     return (each * mx.stack(lags, axis=1)).sum(axis=1)[None]
 
@@ -74,11 +74,11 @@ def _launch(
     _, rows, hidden = x.shape
     base, dynamic = coefficients
     launch = launch_of(rows, *base.shape)
-    plain = mx.contiguous(x[0])
+    plain = mx.contiguous(x.squeeze(0))
     (out,) = kernel(OPERATION, _NAMES, ("y",))(
         inputs=[
-            *(plain, mx.contiguous(base), dynamic),
-            plain if residual is None else mx.contiguous(residual[0]),
+            *(plain, base, dynamic),
+            plain if residual is None else mx.contiguous(residual.squeeze(0)),
             plain if norm is None else norm.weight,
             constant(0.0 if norm is None else float(norm.eps)),
         ],

@@ -10,11 +10,12 @@ import mlx.nn as nn
 from dflash_mlx.features import Features
 from dflash_mlx.kernels import backend
 from dflash_mlx.kernels.matmul import MAX_ROWS, SIMDGROUPS, TILES, Weights, row_tiles, weights_of
-from dflash_mlx.kernels.source import Launch, kernel
+from dflash_mlx.kernels.source import Launch, constant, kernel
 
 OPERATION = "fuse_taps"
 MAX_TAPS = 8  # arrays of one launch; the known drafters have 5 to 8 taps
 _TAPS = tuple(f"tap{i}" for i in range(MAX_TAPS))
+_NAMES = (*_TAPS, "weights", "scales", "biases", "first_row", "row_count")
 
 
 class Fused(NamedTuple):
@@ -42,17 +43,17 @@ def fuse_taps(features: Features, fc: nn.Module, dtype: mx.Dtype) -> Fused:
     def twin() -> list[mx.array]:
         return [fc(features.joined.astype(dtype))]
 
-    rows, parts = features.shape[1], features.parts
-    even = len({part.shape[2] for part in parts}) == 1 and parts[0].shape[2] % 8 == 0
-    fits = rows <= MAX_ROWS and len(parts) <= MAX_TAPS and even
+    rows, whole = features.shape[1], features.whole
+    even = len({part.shape[1:] for part in whole}) == 1 and whole[0].shape[2] % 8 == 0
+    fits = rows <= MAX_ROWS and len(whole) <= MAX_TAPS and even
     found = weights_of(fc) if fits and backend.is_active(OPERATION) else None
     if found is None or found.bias is not None:
         return Fused(*twin())
-    variant = (*found.variant, features.dtype, rows > 8, len(parts))
+    variant = (*found.variant, features.dtype, rows > 8, len(whole))
     launch = launch_of(rows, found.outputs)
     return Fused(
         *backend.run(
-            OPERATION, variant, lambda: _launch(parts, found, launch), twin, launches=[launch]
+            OPERATION, variant, lambda: _launch(features, found, launch), twin, launches=[launch]
         )
     )
 
@@ -63,14 +64,15 @@ def launch_of(rows: int, outputs: int) -> Launch:
     return Launch((-(-outputs // wide), 1, 1), (SIMDGROUPS * 32, 1, 1), memory)
 
 
-def _launch(parts: tuple[mx.array, ...], weights: Weights, launch: Launch) -> list[mx.array]:
-    rows, taps = parts[0].shape[1], [mx.contiguous(part[0]) for part in parts]
-    fused, squares = kernel(
-        OPERATION, (*_TAPS, "weights", "scales", "biases"), ("y", "row_squares")
-    )(
-        inputs=[*taps, *[taps[0]] * (MAX_TAPS - len(taps)), *weights.arrays[:3]],
+def _launch(features: Features, weights: Weights, launch: Launch) -> list[mx.array]:
+    rows, taps = features.shape[1], [mx.contiguous(part.squeeze(0)) for part in features.whole]
+    fused, squares = kernel(OPERATION, _NAMES, ("y", "row_squares"))(
+        inputs=[
+            *(*taps, *[taps[0]] * (MAX_TAPS - len(taps)), *weights.arrays[:3]),
+            *(constant(features.first), constant(rows)),
+        ],
         template=[
-            *(("X", parts[0].dtype), *weights.template, ("TAPS", len(taps))),
+            *(("X", features.dtype), *weights.template, ("TAPS", len(taps))),
             *(("ROW_TILES", row_tiles(rows)), ("TILES", TILES), ("SIMDS", SIMDGROUPS)),
         ],
         grid=launch.grid,

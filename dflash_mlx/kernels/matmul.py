@@ -172,7 +172,7 @@ def _launch(
     norms = weights.scales if norm is None else norm.weight
     (out,) = kernel(OPERATION, _NAMES, ("y",))(
         inputs=[
-            *(mx.contiguous(x[0]), *weights.arrays, *(up or weights).arrays[:3], norms),
+            *(mx.contiguous(x.squeeze(0)), *weights.arrays, *(up or weights).arrays[:3], norms),
             x if residual is None else mx.contiguous(residual),
             constant(0.0 if norm is None else float(norm.eps)),
         ],

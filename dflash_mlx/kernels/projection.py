@@ -202,7 +202,7 @@ def _launch(
     scalars = (eps, call.head_eps, math.log2(rope.theta or 1.0), rope.magnitude)
     (out,) = kernel(OPERATION, (*_NAMES, *_SCALARS), ("out",))(
         inputs=[
-            mx.contiguous(x[0]),
+            mx.contiguous(x.squeeze(0)),
             *(array for part in call.parts for array in part.arrays),
             *(norms, norms[None] if squares is None else mx.contiguous(squares)),
             *(call.query_norm, call.key_norms, rope.periods, *map(constant, map(float, scalars))),

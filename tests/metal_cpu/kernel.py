@@ -91,7 +91,7 @@ class CpuKernel:
                 found.append(Binding(name, memory, misalignment=shift))
                 continue
             base, _, fact = name.rpartition("_")
-            if base not in views:
+            if base not in views or name in self._made["output_names"]:
                 continue  # an output
             view = views[base]
             strides = [stride // view.itemsize for stride in view.strides]

@@ -9,7 +9,9 @@
 // Who touched an element, and after how many barriers.
 struct Access {
     uint32_t group;  // 0: nobody
-    uint16_t thread, simd;
+    uint16_t thread;
+    uint8_t simd;
+    bool atomic;
     uint32_t group_epoch, simd_epoch;
     const void* pc;
 };
@@ -32,14 +34,15 @@ Access access_here(const Region* region, const void* pc) {
     const Thread& t = current->thread;
     return {group_number,
             uint16_t(t.index),
-            uint16_t(t.simd),
+            uint8_t(t.simd),
+            false,
             epochs.group[region->space],
             epochs.simd[t.simd][region->space],
             pc};
 }
 
 bool ordered(const Access& before, const Access& now) {
-    if (!before.group) return true;
+    if (!before.group || (before.atomic && now.atomic)) return true;
     if (before.group != now.group) return false;
     return before.thread == now.thread || before.group_epoch < now.group_epoch ||
            (before.simd == now.simd && before.simd_epoch < now.simd_epoch);
@@ -83,6 +86,8 @@ void on_read(void* address, uint32_t bytes, const void* pc) {
         if (!cell.initialised)
             fail(pc, nullptr, "uninitialised: %s[%zu] is read before it is written", region->name, i);
         if (!ordered(cell.writer, by)) race(region, i, cell.writer, by, "written and read");
+        for (Access& other : cell.readers)
+            if (other.atomic && !ordered(other, by)) race(region, i, other, by, "written and read");
         remember_reader(cell, by);
     }
 }
@@ -95,6 +100,26 @@ void on_write(void* address, uint32_t bytes, const void* pc) {
     if (!region->cells) fail(pc, nullptr, "write to the input %s", region->name);
     open_write = {at, bytes, {}, access_here(region, pc), region};
     memcpy(open_write.before, at, bytes);
+}
+
+// Reads and writes at once, in order with every other atomic access. What the last writer did before
+// is remembered as a reader: plain accesses may race with it, or it was plain itself.
+void on_atomic(char* at, uint32_t bytes, const void* pc) {
+    flush_write();
+    Region* region = region_of(at, bytes, true, pc);
+    if (!region || !region->cells) fail(pc, nullptr, "atomic change of what is no output");
+    Access by = access_here(region, pc);
+    by.atomic = true;
+    size_t i = (at - region->base) / region->granule;
+    Cell& cell = region->cells[i];
+    if (!cell.initialised)
+        fail(pc, nullptr, "uninitialised: %s[%zu] is added to before it is written", region->name, i);
+    if (!ordered(cell.writer, by)) race(region, i, cell.writer, by, "written and added to");
+    for (Access& reader : cell.readers)
+        if (!ordered(reader, by)) race(region, i, reader, by, "read and added to");
+    const bool same = cell.writer.group == by.group && cell.writer.thread == by.thread;
+    if (cell.writer.group && !(cell.writer.atomic && same)) remember_reader(cell, cell.writer);
+    cell.writer = by;
 }
 }  // namespace
 
@@ -151,6 +176,10 @@ void __tsan_func_exit() {}
     void __tsan_read_write##n(void* a) { on_read(a, n, PC), on_write(a, n, PC); }                      \
     void __tsan_unaligned_read_write##n(void* a) { on_read(a, n, PC), on_write(a, n, PC); }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+
+void msl_atomic(uintptr_t at, uint32_t bytes) {
+    if (checking) on_atomic(reinterpret_cast<char*>(at), bytes, PC);
+}
 
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
     for (size_t i = 0; i < n; i++) {

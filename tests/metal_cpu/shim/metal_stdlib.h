@@ -93,4 +93,15 @@ template <class T, int N> float dot(vec<T, N> a, vec<T, N> b) {
 }
 }  // namespace metal
 using namespace metal;
+
+// Of the header that MLX puts in front of every kernel: where an element of a strided array lies.
+template <class I> I elem_to_loc(I elem, constant int* shape, constant int64_t* strides, int ndim) {
+    I at = 0;
+    for (int axis = ndim - 1; axis >= 0; axis--) {
+        at += elem % I(shape[axis]) * I(strides[axis]);
+        elem /= I(shape[axis]);
+    }
+    return at;
+}
 #include "simd.h"
+#include "atomic.h"
