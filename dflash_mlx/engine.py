@@ -175,6 +175,7 @@ class Engine:
             self._guard,
             block_size=self.block_size,
             pace=self._pacing.pace,
+            exact=self.exact,
         )
 
     def calibrate(self, seconds: float | None = None, *, anew: bool = False) -> Costs:

@@ -63,46 +63,59 @@ def answer(
     conclude: called once after the last token, for what belongs into the statistics.
     """
     started = time.perf_counter()
-    ends = tokenizer.end_ids
-    detokenizer = tokenizer.detokenizer()
-    stops = StopStrings(stop)
+    speech = _Speech(tokenizer, StopStrings(stop))
     split = (
         Channels(prompt.thinking)
         if tokenizer.has_channels
         else Reasoning(tokenizer.think_tags, prompt.thinking)
     )
-    run = session.run(prompt.ids, params, max_tokens, ends, stats)
+    ends = tokenizer.end_ids
+    run = session.run(prompt.ids, params, max_tokens, ends, stats, speech.hear)
     try:
         for tokens in run:
-            text, kept = "", []
-            for token in tokens:
-                kept.append(token)
-                piece = "" if token in ends else detokenizer.add([token])
-                transcript.text += piece
-                text += stops.feed(piece)
-                if stops.stopped:
-                    break
-            transcript.ids += kept
-            if stops.stopped:
-                stats.retract(len(tokens) - len(kept))
-            reasoning, shown = split.feed(text)
-            yield Chunk(shown, reasoning, kept)
-            if stops.stopped:
-                stats.finish_reason = "stop_string"
-                break
+            transcript.ids += tokens
+            reasoning, shown = split.feed(speech.take(transcript))
+            yield Chunk(shown, reasoning, tokens)
     finally:
         run.close()
         stats.total_seconds = time.perf_counter() - started  # also of an abandoned answer
-    rest = ""
-    if stops.stopped:  # nothing behind the stop string stays in the caches
-        session.rewind(len(prompt.ids) + len(transcript.ids) - 1)
-    else:
-        tail = detokenizer.finish()
-        transcript.text += tail
-        rest = stops.feed(tail) + stops.finish()
-        if stops.stopped:
-            stats.finish_reason = "stop_string"
+    rest = speech.finish(transcript)
+    if speech.stopped:
+        stats.finish_reason = "stop_string"
     reasoning, shown = (a + b for a, b in zip(split.feed(rest), split.finish(), strict=True))
     stats.total_seconds = time.perf_counter() - started
     conclude(session, stats)
     yield Chunk(shown, reasoning, [], stats)
+
+
+class _Speech:
+    """What the tokens of a step say. The session asks while it can still drop a stopped rest."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: StopStrings) -> None:
+        self._detokenizer, self._stops = tokenizer.detokenizer(), stops
+        self._said = self._shown = ""  # since the last `take`: all, and up to a stop string
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.stopped
+
+    def hear(self, token: int) -> bool:
+        """Whether a stop string is complete with this token."""
+        piece = self._detokenizer.add([token])
+        self._said += piece
+        self._shown += self._stops.feed(piece)
+        return self.stopped
+
+    def take(self, transcript: Transcript) -> str:
+        """What may be shown of the last step; the transcript gets all of it."""
+        transcript.text += self._said
+        shown, self._said, self._shown = self._shown, "", ""
+        return shown
+
+    def finish(self, transcript: Transcript) -> str:
+        """The rest, once no more tokens come."""
+        if self.stopped:
+            return ""
+        tail = self._detokenizer.finish()
+        transcript.text += tail
+        return self._stops.feed(tail) + self._stops.finish()

@@ -239,6 +239,7 @@ def test_a_run_interrupted_at_once_says_so(tiny, monkeypatch, capsys, tmp_path: 
         ("--temp 0,warm", "--temp has 'warm'"),
         ("--temp 0,0.0", "names a temperature twice"),
         ("--thinking", "has no thinking mode to turn on"),
+        ("--against mlx-lm --exact", "--against and --exact contradict each other"),
         ("--against ollama", "--against is 'ollama'"),
         ("--html /nowhere/r.html", "--html cannot write /nowhere/r.html: there is no folder"),
         ("--markdown /tmp", "it is a folder"),
@@ -315,6 +316,8 @@ def test_the_gap_is_that_of_the_targets_logits(tiny, monkeypatch) -> None:
     size = np.float32(np.abs(row).max())
     assert found.spacings == pytest.approx(found.gap / float(np.spacing(size)))
     assert compare.difference(tiny.target, Guard, ids, [8], [8]) is None
+    exact = compare.difference(tiny.target, Guard, ids, [8, 7, 1], [8, 9, 1], exact=True)
+    assert (exact.token, exact.gap, exact.near_tie) == (1, found.gap, False)
     ended = compare.difference(tiny.target, Guard, ids, [8, 7], [8])
     assert (ended.token, ended.near_tie) == (1, False)
 

@@ -197,14 +197,14 @@ def test_the_options_reach_the_engine(fake: Run) -> None:
         "--temp", "0.5", "--top-p", "0.9", "--top-k", "3", "--min-p", "0.1",
         "--repetition-penalty", "1.2", "--seed", "7", "--system", "s", "--no-thinking",
         "--block-size", "4", "--dtype", "float32", "--stop", "a", "--stop", "b",
-        "--revision", "r",
+        "--revision", "r", "--exact",
     )  # fmt: skip
     fake("chat", "m", "p")
     fake("chat", "m", "p", "--no-draft", "--reasoning", "low")
     full, plain, undrafted = fake.engines
     assert full.loaded == {
         "name": "m", "draft": "d", "draft_bits": 8, "dtype": "float32", "revision": "r",
-        "block_size": 4, "exact": False, "trace": None,
+        "block_size": 4, "exact": True, "trace": None,
     }  # fmt: skip
     assert full.asked == [
         (

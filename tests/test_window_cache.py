@@ -94,6 +94,39 @@ def test_rewinding_behind_a_wrapped_window_is_exact(depth: int, before: int) -> 
     rows.write(cache, 9, 3)
 
 
+@pytest.mark.parametrize("window", [1, 16, 128])
+def test_how_far_it_goes_back_does_not_depend_on_how_rows_were_written(window: int) -> None:
+    """Or one sequence would be shortened where the same one, decoded in blocks, starts afresh."""
+    rng = np.random.default_rng(window)
+    single, blocks = WindowCache(window), WindowCache(window)
+    shape, outcomes = (1, 1, 16, 1), set()
+
+    def grow(cache: WindowCache, rows: int, block: int) -> None:
+        while rows:
+            n = min(rows, block, int(rng.integers(1, 9)))
+            cache.write(*[mx.zeros(shape)[:, :, :block]] * 2)
+            cache.commit(n)
+            rows -= n
+
+    starts = set()
+    for _ in range(60):
+        rows = int(rng.integers(1, 40))
+        grow(single, rows, 1)
+        grow(blocks, rows, 16)
+        starts.add((single.start, blocks.start))
+        assert single.length == blocks.length
+        answers = [[c.can_rewind(n) for n in range(c.length + 2)] for c in (single, blocks)]
+        assert answers[0] == answers[1]
+        assert all(c.start <= max(0, answers[0].index(True) - window + 1) for c in (single, blocks))
+        if rng.random() < 0.3:
+            length = max(0, single.length - int(rng.integers(1, 100)))
+            outcomes.add(single.rewind(length))
+            assert blocks.rewind(length) in outcomes
+            assert single.length == blocks.length
+    assert outcomes == {True, False}
+    assert any(a != b for a, b in starts)
+
+
 def test_a_rewind_to_rows_that_are_gone_is_refused_and_changes_nothing() -> None:
     cache, rows = WindowCache(16), Rows()
     for _ in range(GROWTH_ROWS):

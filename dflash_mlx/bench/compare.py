@@ -49,9 +49,18 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def difference(
-    target: Target, guard: Guard, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]
+    target: Target,
+    guard: Guard,
+    prompt: Sequence[int],
+    one: Sequence[int],
+    other: Sequence[int],
+    *,
+    exact: bool = False,
 ) -> Difference | None:
-    """Where two continuations of `prompt` part; None when they are equal."""
+    """Where two continuations of `prompt` part; None when they are equal.
+
+    exact: both sides added everything up in one order, so that no difference is a near-tie.
+    """
     at = first_difference(one, other)
     if at is None:
         return None
@@ -62,7 +71,8 @@ def difference(
         gap = abs(logits[one[at]] - logits[other[at]]).item()
         size = mx.abs(logits).max().item()
     spacings = gap / spacing(size, target.dtype) if size else 0.0
-    return Difference(at, gap, spacings, spacings <= NEAR_TIE_SPACINGS[target.dtype])
+    near = not exact and spacings <= NEAR_TIE_SPACINGS[target.dtype]
+    return Difference(at, gap, spacings, near)
 
 
 def spacing(size: float, dtype: mx.Dtype) -> float:

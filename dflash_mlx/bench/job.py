@@ -197,7 +197,7 @@ def _head(
             "calibration": _told(pairs, "calibration"),
             "block_size": engine.block_size,
             "dtype": dtype_name(engine.target.dtype),
-            "near_tie_spacings": NEAR_TIE_SPACINGS[engine.target.dtype],
+            "near_tie_spacings": 0 if engine.exact else NEAR_TIE_SPACINGS[engine.target.dtype],
             "exact": engine.exact,
             "model_revision": engine.revisions[0],
             "drafter_revision": engine.revisions[1],

@@ -162,9 +162,11 @@ def refusal(pairs: Sequence[Pair]) -> str | None:
         of = "where one text ends"
         if math.isfinite(worst.gap):
             of = f"with logits {worst.gap:.3g} apart, {worst.spacings:.3g} spacings of the type"
+        exact = any(p.dflash.stats.get("exact") for p in wrong)
+        how = "although exact mode promises the same" if exact else "beyond near-ties"
         return (
-            f"plain and DFlash texts of {len(wrong)} of {len(pairs)} runs differ beyond "
-            f"near-ties, most in {name} at token {worst.token}, {of}"
+            f"plain and DFlash texts of {len(wrong)} of {len(pairs)} runs differ {how}, "
+            f"most in {name} at token {worst.token}, {of}"
         )
     count = sum(degenerate(p.plain.tokens) or degenerate(p.dflash.tokens) for p in pairs)
     if count > MOST_DEGENERATE * len(pairs):

@@ -136,7 +136,8 @@ class Player:
         self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]
     ) -> Difference | None:
         """Where two answers part, by the target's own logits."""
-        return difference(self._engine.target, self._engine._guard, prompt, one, other)
+        engine = self._engine
+        return difference(engine.target, engine._guard, prompt, one, other, exact=engine.exact)
 
     def _share(self, prompt: Sequence[int], run: Run) -> float:
         """With the drafts that the run's cycles verified on average, or the whole block."""

@@ -54,7 +54,7 @@ class MlxLm:
     def __init__(self, engine: Engine, config: Mapping[str, Any]) -> None:
         if engine.exact:
             raise UsageError(
-                "mlx-lm is compared with ordinary operations. Load the model without exact."
+                "mlx-lm is compared with ordinary operations. Leave --exact or --against out."
             )
         assert isinstance(engine.target, nn.Module)
         self._model = mlx_lm_model(config, engine.target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from dflash_mlx.cache.base import LayerCache
-from dflash_mlx.cache.context import LayerContext
+from dflash_mlx.cache.context import REWIND_ROWS, LayerContext
 
 
 class WindowCache(LayerContext, LayerCache):
@@ -30,6 +30,7 @@ class WindowCache(LayerContext, LayerCache):
         if window < 1:
             raise ValueError(f"a window of {window} positions")
         super().__init__(window)
+        self._longest = 0
 
     def write(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write T rows ([1, Hkv, T, D]) behind the committed ones; return the rows in reach.
@@ -48,6 +49,20 @@ class WindowCache(LayerContext, LayerCache):
         end = self.length - self.start
         rows = slice(end - self.visible, end + self.pending)
         return self.keys[:, :, rows], self.values[:, :, rows]
+
+    def commit(self, n: int) -> None:
+        super().commit(n)
+        self._longest = max(self._longest, self.length)
+
+    def can_rewind(self, length: int) -> bool:
+        """Whether it may be shortened to `length`: no more than what the room for it promises.
+
+        More rows may be held by chance, by the sizes of the writes before. A rule that asks for
+        those would send one sequence back where it lets another, of the same rows, start afresh.
+        """
+        needed = max(0, length - (self.window - 1))
+        promised = max(0, self._longest - (self.window - 1 + REWIND_ROWS))
+        return length >= self.length or needed >= promised
 
     def rewind(self, length: int) -> bool:
         if not super().rewind(length):

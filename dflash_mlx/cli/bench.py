@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_mlx.cli import console
-from dflash_mlx.cli.chat import DTYPES, Dtype, Model, parse_block_size
+from dflash_mlx.cli.chat import DTYPES, Dtype, Exact, Model, parse_block_size
 from dflash_mlx.cli.console import option
 from dflash_mlx.cli.options import Thinking, check_place
 from dflash_mlx.errors import DFlashError, UsageError
@@ -98,6 +98,7 @@ def bench(
     draft: Draft = None,
     block_size: BlockSize = "auto",
     against: Against = None,
+    exact: Exact = False,
     dtype: Dtype = "auto",
     as_json: Json = False,
     markdown: Markdown = None,
@@ -105,7 +106,8 @@ def bench(
 ) -> None:
     """Measure plain decoding against DFlash, prompt by prompt on one loaded model."""
     block = parse_block_size(block_size)
-    _check(samples, max_tokens, repeats, cool_down, dtype, against)
+    _check(samples, max_tokens, repeats, cool_down, dtype)
+    _check_against(against, exact)
     _check_sources(suite, prompts, data)
     temperatures = _temperatures(temp)
     reports = {"--markdown": markdown, "--html": html}
@@ -127,7 +129,7 @@ def bench(
         _check_distinct(reports, {f"--data for {n}": Path(s.source) for n, s in loaded.items()})
     from dflash_mlx import engine as engines
 
-    engine = engines.load(model, draft=draft or "auto", dtype=dtype, block_size=block)
+    engine = engines.load(model, draft=draft or "auto", dtype=dtype, block_size=block, exact=exact)
     plan = job.Plan(settings, temperatures, lengths, wanted)
     groups = job.groups(engine, loaded, plan)
     notes = job.shortfalls(groups, plan)
@@ -149,7 +151,6 @@ def _check(
     repeats: int,
     cool_down: float,
     dtype: str,
-    against: str | None,
 ) -> None:
     for name, number in (("--samples", samples), ("--repeats", repeats)):
         if number is not None and number < 1:
@@ -160,8 +161,16 @@ def _check(
         raise UsageError(f"--cool-down is {cool_down}. Give seconds, from 0 to {_LONGEST_REST}.")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
+
+
+def _check_against(against: str | None, exact: bool) -> None:
     if against not in (None, "mlx-lm"):
         raise UsageError(f"--against is {against!r}. The only other program is mlx-lm.")
+    if against is not None and exact:
+        raise UsageError(
+            "--against and --exact contradict each other: mlx-lm has ordinary operations only. "
+            "Leave one out."
+        )
 
 
 def _check_sources(suite: str | None, prompts: Path | None, data: str | None) -> None:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
+from dflash_mlx.decode.ending import Ending, Stopped
 from dflash_mlx.decode.pace import FixedPace, Pace
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.stats import GenerationStats
@@ -44,6 +45,7 @@ class Session:
     it selects the stream and excludes other threads.
     block_size: most rows a cycle verifies, anchor included; at most the drafter's trained block.
     pace: makes what chooses the drafts of each step of a generation; by default all that fit.
+    exact: the drafter decides nothing about what the target runs, also where a turn goes back.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class Session:
         block_size: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         pace: MakePace | None = None,
+        exact: bool = False,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.block_size = block_size or (drafter.block_size if drafter else 1)
         self.prefill_chunk = prefill_chunk
+        self._exact = exact
         self._guard = guard
         self._make_pace = pace or (lambda params, words: FixedPace(self.block_size))
         self._sick = False  # the drafter has produced NaN
@@ -78,17 +82,23 @@ class Session:
         if self.drafter is not None and self.block_size > 1 and not self._sick:
             self.draft_cache = self.drafter.make_cache()
 
-    def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens; start afresh where a cache cannot go back so far."""
+    def _rewind(self, length: int) -> None:
+        """Keep the first `length` tokens; start afresh where a cache cannot go back so far.
+
+        Where only the drafter's cannot, exact mode keeps the target's: rows that are run again
+        beside others would have other bits. The drafter's context is empty then.
+        """
         if length >= len(self.ids):
             return
-        kept = self.cache.rewind(length)
-        if kept and self.draft_cache is not None:
-            kept = self.draft_cache.rewind(length)
-        if kept:
-            del self.ids[length:]
-        else:
+        if not self.cache.rewind(length):
             self.reset()
+            return
+        del self.ids[length:]
+        if self.draft_cache is not None and not self.draft_cache.rewind(length):
+            if not self._exact:
+                self.reset()
+            elif self.drafter is not None:
+                self.draft_cache = self.drafter.make_cache()
 
     @property
     def nbytes(self) -> int:
@@ -102,11 +112,13 @@ class Session:
         max_tokens: int,
         end_ids: Collection[int],
         stats: GenerationStats,
+        stopped: Stopped | None = None,
     ) -> Iterator[list[int]]:
         """Continue `prompt` (the whole sequence so far); yield the new tokens step by step.
 
         Tokens of `prompt` that the caches already hold are not run again. The last token is the
-        first end token or the max_tokens-th; every token but the last one is committed then.
+        first end token, the first one that `stopped` says true of (it is not asked about end
+        tokens), or the max_tokens-th; every token but the last one is committed then.
         `stats` is filled on the way. Closing the iterator stops the work; an exception inside a
         step leaves the session empty.
         """
@@ -124,11 +136,12 @@ class Session:
             self._words = Words(drafter.head_rows.order)
             self._words.read(prompt)
         self._pace = self._make_pace(params, self._words)
+        self._ending = Ending(end_ids, stopped)
         if self.draft_cache is not None:
             stats.block_policy, stats.calibration = self._pace.name, self._pace.calibration
         try:
             first = self._prefill(prompt, chooser, stats)
-            yield from self._decode(chooser, first, max_tokens, end_ids, stats)
+            yield from self._decode(chooser, first, max_tokens, stats)
         except GeneratorExit:
             raise
         except BaseException:
@@ -175,10 +188,13 @@ class Session:
         with self._guard():
             mx.reset_peak_memory()
             # The last prompt token always runs: its logits choose the first new token.
-            self.rewind(_common_prefix(self.ids, prompt[:-1]))
+            self._rewind(_common_prefix(self.ids, prompt[:-1]))
             stats.prompt_tokens, stats.cached_tokens = len(prompt), len(self.ids)
             if chooser.history is not None:
                 chooser.history.add(mx.array(prompt, mx.int32))
+        if self.draft_cache is not None and self.draft_cache.length < len(self.ids):
+            self._observe_again()
+            stats.cached_tokens = 0
         hidden = None
         while len(self.ids) < len(prompt):
             with self._guard():
@@ -191,6 +207,20 @@ class Session:
                 raise unsound()
         stats.prefill_seconds = time.perf_counter() - start
         return verdict.tokens
+
+    def _observe_again(self) -> None:
+        """Show the drafter the kept tokens, from a run beside the target's cache."""
+        assert self.drafter is not None
+        cache = self.target.make_cache()
+        for start in range(0, len(self.ids), self.prefill_chunk):
+            with self._guard():
+                chunk = mx.array(self.ids[start : start + self.prefill_chunk], mx.int32)
+                _, features = self.target.forward([Segment(chunk, cache)], self.drafter.taps)
+                cache.commit(chunk.size)
+                assert features is not None
+                self.drafter.observe(features, self.draft_cache)
+                mx.eval(cache.arrays(), self._arrays())
+                mx.clear_cache()
 
     def _prefill_chunk(self, prompt: Sequence[int]) -> mx.array:
         """Run and commit the next chunk; the hidden state of its last row [1, H]."""
@@ -212,10 +242,9 @@ class Session:
         chooser: Chooser,
         first: mx.array,
         max_tokens: int,
-        end_ids: Collection[int],
         stats: GenerationStats,
     ) -> Iterator[list[int]]:
-        tokens: list[int] = first.tolist()
+        tokens: list[int] = self._ending.cut(first.tolist())
         flight: Flight | None = None
         if chooser.history is not None:
             with self._guard():
@@ -226,9 +255,8 @@ class Session:
             stats.generation_tokens += len(tokens)
             stats.generation_seconds = time.perf_counter() - began
             left = max_tokens - stats.generation_tokens
-            ended = tokens[-1] in end_ids
-            if ended or not left:
-                stats.finish_reason = "stop" if ended else "length"
+            if self._ending.reason or not left:
+                stats.finish_reason = self._ending.reason or "length"
                 yield tokens
                 return
             if flight is None:
@@ -239,7 +267,7 @@ class Session:
             with self._guard():
                 # The reader's own time, and that of other generations: meanwhile the step went on.
                 held = time.perf_counter() - shown
-                tokens, flight = self._land(chooser, flight, tokens[-1], left, end_ids, stats)
+                tokens, flight = self._land(chooser, flight, tokens[-1], left, stats)
             now = time.perf_counter()
             self.held += held
             if self._drafter is not None and held <= MOST_HELD * (now - landed):
@@ -284,7 +312,6 @@ class Session:
         flight: Flight,
         anchor: int,
         left: int,
-        end_ids: Collection[int],
         stats: GenerationStats,
     ) -> tuple[list[int], Flight | None]:
         """Await a step and keep what it emits: its tokens, and the step launched behind it.
@@ -302,7 +329,8 @@ class Session:
             if left > 1:
                 ahead = self._launch(chooser, flight.tokens, left - 1)
         accepted, healthy, tokens = flight.read()
-        correction, tokens = tokens[-1], _until_end(tokens, end_ids)
+        # Before rows are kept: a recurrent state cannot be taken back to the end of the text.
+        correction, tokens = tokens[-1], self._ending.cut(tokens)
         if flight.drafted:
             head = flight.head
             self._keep(flight, [anchor, *tokens[:-1]])
@@ -349,11 +377,3 @@ def _common_prefix(kept: Sequence[int], prompt: Sequence[int]) -> int:
         if a != b:
             return index
     return min(len(kept), len(prompt))
-
-
-def _until_end(tokens: list[int], end_ids: Collection[int]) -> list[int]:
-    """Tokens up to and with the first end token."""
-    for index, token in enumerate(tokens):
-        if token in end_ids:
-            return tokens[: index + 1]
-    return tokens

@@ -65,7 +65,6 @@ class GenerationStats:
     kernels: str = ""
     #: sentences a person should see
     warnings: list[str] = field(default_factory=list)
-    _last_cycle: tuple[int, int] = field(default=(0, 0), repr=False)
 
     @property
     def prefill_tps(self) -> float | None:
@@ -86,30 +85,16 @@ class GenerationStats:
         """Record one cycle: drafts verified, drafts accepted by the target, tokens emitted; and
         whether its draft head was a reduced one.
 
-        Where an end token or max_tokens clipped the cycle, only emitted drafts count as accepted.
+        Where the end of the text clipped the cycle, only emitted drafts count as accepted.
         """
         self.cycles += 1
         self.reduced_cycles += reduced
         self.drafted += drafted
-        self._last_cycle = (accepted, emitted)
-        self._add_emitted(accepted, emitted, 1)
-
-    def retract(self, dropped: int) -> None:
-        """The last step emitted `dropped` tokens fewer: a stop string ended inside its text."""
-        if not dropped:
-            return
-        accepted, emitted = self._last_cycle
-        self._add_emitted(accepted, emitted, -1)
-        self._last_cycle = (accepted, emitted - dropped)
-        self._add_emitted(accepted, emitted - dropped, 1)
-        self.generation_tokens -= dropped
-
-    def _add_emitted(self, accepted: int, emitted: int, sign: int) -> None:
         kept = min(accepted, emitted)
-        self.accepted += sign * kept
-        self.cycle_tokens += sign * emitted
+        self.accepted += kept
+        self.cycle_tokens += emitted
         self.accept_histogram.extend([0] * (kept + 1 - len(self.accept_histogram)))
-        self.accept_histogram[kept] += sign
+        self.accept_histogram[kept] += 1
 
     def warn(self, sentence: str) -> None:
         if sentence not in self.warnings:
@@ -117,7 +102,7 @@ class GenerationStats:
 
     def to_json(self) -> dict[str, Any]:
         """All fields and rates as one JSON-ready document."""
-        document = {k: v for k, v in asdict(self).items() if not k.startswith("_")}
+        document = asdict(self)
         for name in ("prefill_tps", "generation_tps", "tokens_per_cycle"):
             document[name] = getattr(self, name)
         return document

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import numpy as np
 
 from metal_cpu.build import kernel_library, runtime
+from metal_cpu.lines import lines_at
 from metal_cpu.source import Capture, to_cpp
 
 # Orders of threads and threadgroups: forward, reverse, and two shuffled ones.
@@ -102,14 +102,10 @@ def run(call: Capture, bindings: list[Binding], mode: Mode, schedule: int) -> No
 
 
 def _line_of(library: ctypes.CDLL, code: int) -> int | None:
-    """The kernel's source line of a code address; None without binutils."""
-    if shutil.which("addr2line") is None:
-        return None
+    """The kernel's source line of a code address; None where the compiler named none."""
     base = ctypes.cast(library._handle, ctypes.POINTER(ctypes.c_size_t))[0]
-    command = ["addr2line", "-i", "-e", library._name, hex(code - base - 1)]
-    out = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = re.findall(r"kernel:(\d+)", out)
-    return int(found[-1]) if found else None
+    found = lines_at(Path(library._name), code - base - 1, "kernel")
+    return found[-1] if found else None
 
 
 def _with_source(message: str, lines: list[int], source: str) -> str:
