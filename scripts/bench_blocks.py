@@ -203,18 +203,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--suites", default=",".join((*SHIPPED, SHUFFLED)))
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--blocks", default="2,3,4,6,8", help="fixed blocks to compare with")
+    parser.add_argument(
+        "--blocks",
+        help="fixed blocks to compare with; without it 2, 3, 4, 6, 8, 12, 16, as far as "
+        "the drafter goes",
+    )
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     given = parser.parse_args(arguments)
     given.suites = given.suites.split(",")
-    given.blocks = [int(block) for block in given.blocks.split(",")]
+    given.blocks = [int(block) for block in given.blocks.split(",")] if given.blocks else []
     if unknown := set(given.suites) - {*SUITES, SHUFFLED}:
         parser.error(f"there is no suite {', '.join(unknown)}")
-    if given.samples < 1 or given.max_tokens < 4 or min(given.blocks) < 2:
+    if given.samples < 1 or given.max_tokens < 4 or min(given.blocks, default=2) < 2:
         parser.error("give --samples from 1, --max-tokens from 4, --blocks from 2")
     found: dict[str, dict[str, Any]] = {}
     try:
         engine = load(given.model)
+        if not given.blocks:
+            given.blocks = [n for n in (2, 3, 4, 6, 8, 12, 16) if n <= engine.block_size]
         for suite, result in (compare if given.what == "auto" else head_sizes)(engine, given):
             found[suite] = result
             print(suite, json.dumps(result, indent=1), flush=True)
