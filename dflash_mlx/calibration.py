@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from dflash_mlx.decode.session import Guard
 from dflash_mlx.draft.base import Drafter
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.models.base import Target
-from dflash_mlx.paths import home_dir
+from dflash_mlx.paths import home_dir, write_whole
 
 #: what a first use spends on measuring
 FIRST_SECONDS = 4.0
@@ -77,7 +76,7 @@ def costs_of(
             )
     costs = calibrate(target, drafter, guard, block_size=block_size, seconds=seconds)
     try:
-        _write(file, costs)
+        write_whole(file, json.dumps(costs.to_json()))
     except OSError as error:
         return costs, (
             f"The calibration could not be kept in {file.parent} ({error}), so every start "
@@ -91,14 +90,6 @@ def _read(file: Path) -> Costs | None:
         return Costs.from_json(json.loads(file.read_text("utf-8")))
     except (OSError, ValueError, RecursionError, OverflowError, CheckpointError):
         return None  # nothing of a person's: it is measured again
-
-
-def _write(file: Path, costs: Costs) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-    with os.fdopen(handle, "w") as part:
-        json.dump(costs.to_json(), part)
-    Path(name).replace(file)
 
 
 def _layout(model: object) -> list[str]:

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.models import build_target, family_of
 from dflash_mlx.models.base import Target
+from dflash_mlx.models.decoder import DecoderTarget
 from dflash_mlx.models.sizes import check_sizes
 from dflash_mlx.quantization import KEYS, check_settings
 from dflash_mlx.weights import is_mlx_format, read_config, read_weights
@@ -110,13 +111,38 @@ def _load_folder(folder: Path, precision: Precision) -> Target:
     checkpoint = open_checkpoint(folder)
     model = build_target(checkpoint.config)
     weights, groups = checkpoint.weights, checkpoint.groups
-    dtype = precision.dtype
-    if dtype is None:
-        scales = [a.dtype for name, a in weights.items() if name.endswith(".scales")]
-        own = [kind for kind in scales if kind in DTYPES.values()]
-        dtype = own[0] if own else mx.bfloat16
+    dtype = precision.dtype or _float_type(weights)
     keep, keep_type = precision.keep_quantized, family_of(checkpoint.config).keep_type
     _fill(model, weights, groups, folder, dtype, keep_quantized=keep, keep_type=keep_type)
+    return model
+
+
+def _float_type(weights: Mapping[str, mx.array]) -> mx.Dtype:
+    """That of a quantized checkpoint's scales, else bfloat16."""
+    scales = [array.dtype for name, array in weights.items() if name.endswith(".scales")]
+    own = [kind for kind in scales if kind in DTYPES.values()]
+    return own[0] if own else mx.bfloat16
+
+
+def empty_target(path: Path, precision: Precision) -> DecoderTarget:
+    """What `load_target_as` would fill: the same modules and types, with lazy made-up parameters.
+
+    CheckpointError for a checkpoint that is not whole or not understood.
+    """
+    if path.suffix.lower() == ".gguf":
+        from dflash_mlx.gguf import open_gguf
+
+        source = open_gguf(path)
+        groups, dtype = Groups({}, source.quantization()), precision.dtype or mx.bfloat16
+        model, quantized = build_target(source.config()), list(groups.by_path)
+    else:
+        checkpoint = open_checkpoint(path)
+        model, groups = build_target(checkpoint.config), checkpoint.groups
+        dtype = precision.dtype or _float_type(checkpoint.weights)
+        quantized = _quantized(checkpoint.weights)
+    model.set_dtype(dtype)
+    if precision.keep_quantized:
+        _quantize_modules(model, quantized, groups, path)
     return model
 
 
@@ -212,7 +238,7 @@ def _fill(
     keep_type: Collection[str] = (),
 ) -> None:
     """Move `weights` into `model`, one module's at a time, emptying the dict."""
-    quantized = sorted(n.removesuffix(".scales") for n in weights if n.endswith(".scales"))
+    quantized = _quantized(weights)
     if keep_quantized:
         _quantize_modules(model, quantized, groups, source)
     else:
@@ -235,6 +261,11 @@ def _fill(
         mx.eval(array)
         model.update(tree_unflatten([(name, array)]))
     mx.eval(model.parameters())
+
+
+def _quantized(weights: Mapping[str, mx.array]) -> list[str]:
+    """Paths of the quantized modules."""
+    return sorted(name.removesuffix(".scales") for name in weights if name.endswith(".scales"))
 
 
 def _quantize_modules(model: nn.Module, paths: list[str], groups: Groups, source: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -35,3 +36,12 @@ def home_dir() -> Path:
         return Path(home).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "dflash-mlx"
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file of the cache folder so that no reader ever sees a part of it; OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
+    with os.fdopen(handle, "w", encoding="utf-8") as part:
+        part.write(text)
+    Path(name).replace(file)

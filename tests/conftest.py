@@ -111,11 +111,13 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_calibrations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tiny models leave no calibrations in the cache folder of whoever runs the tests."""
+    """Tests leave no calibrations and rejections in the cache folder of whoever runs them."""
     from dflash_mlx import calibration
+    from dflash_mlx.kernels import record
 
     home = tmp_path_factory.mktemp("calibrations")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "home_dir", lambda: home)
+        patch.setattr(record, "home_dir", lambda: home)
         patch.setattr(calibration, "FIRST_SECONDS", 0.0)
         yield

@@ -20,7 +20,7 @@ LEVELS = (
     "layers",
     "models draft",
     "decode loader",
-    "prompt generate drafting chat calibration pacing engine convert train plan",
+    "prompt generate drafting chat calibration pacing engine convert train plan trials",
     "bench",
     "cli",
 )

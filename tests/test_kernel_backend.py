@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from dflash_mlx.errors import UsageError
-from dflash_mlx.kernels import backend
+from dflash_mlx.kernels import backend, record
 from dflash_mlx.kernels.source import MAX_THREADGROUP_BYTES, MAX_THREADS, Launch
 
 ONES = [mx.ones((4,))]
@@ -20,8 +21,10 @@ def run(variant: int, kernel: Any, twin: Any = lambda: ONES, **how: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     backend.choice.cache_clear()
+    monkeypatch.setattr(record, "home_dir", lambda: tmp_path)
+    monkeypatch.setattr(backend, "_beyond", {})
     monkeypatch.setattr(backend, "_trusted", set())
     monkeypatch.setattr(backend, "_rejected", {})
 
@@ -109,8 +112,14 @@ def test_a_launch_that_no_gpu_grants_goes_to_the_twin(launch: Launch, fault: str
     def kernel() -> mx.array:
         pytest.fail("a kernel ran")
 
-    assert run(0, kernel, launches=[SMALL, launch]) is ONES
-    assert backend.rejections() == []
+    for _ in range(2):
+        assert run(0, kernel, launches=[SMALL, launch]) is ONES
+    (said,) = backend.rejections()
+    assert "sums is not used for some sizes: its threadgroups" in said
+    assert fault in said
+    assert backend.status().startswith("Metal kernels: none used yet; sums not used for some sizes")
+    (kept,), _ = record.kept()
+    assert (kept.operation, kept.variant, kept.reason) == ("sums", "0", launch.fault)
     with pytest.raises(UsageError, match=f"sums: .*{fault}"):
         run(0, kernel, launches=[SMALL, launch], exact=True)
     largest = Launch((9, 9, 9), (MAX_THREADS, 1, 1), MAX_THREADGROUP_BYTES)

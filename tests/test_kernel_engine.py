@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tiny import tiny_prompt, tiny_target
 from tiny_drafter import drafter_config, write_drafter
 from tiny_engine import tiny_engine
 
+from dflash_mlx import kernels
 from dflash_mlx.cli import doctor
 from dflash_mlx.decode.sampling import SamplingParams
 from dflash_mlx.decode.session import Session
@@ -23,11 +25,12 @@ from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.base import DraftSampling, Proposal
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.dflash import DFlashDrafter
-from dflash_mlx.kernels import attention, backend, try_all
+from dflash_mlx.kernels import attention, backend, record, try_all
 
 pytestmark = pytest.mark.metal_cpu
 
 TOKENS = 32
+DATE = datetime.now().strftime("%Y-%m-%d")
 ACCEPTS = (4, 0, 2, 4, 1, 3)  # of the four drafts of a block, cycle by cycle
 # Every family with a drafter of another kind; llama's heads of 12 would fit no kernel.
 PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,9 +122,12 @@ def test_text_drafts_and_acceptance_are_those_of_the_operations(
         assert ran["gated_delta_advance"] > ran["gated_delta_replay"] > cycles
 
 
-def test_the_trial_runs_every_kernel_and_finds_no_fault() -> None:
-    with kernels_on_cpu(trusted=False) as made:
-        assert try_all() == []
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(mx.float32, 0), (mx.float32, 4), (mx.float16, 8), (mx.bfloat16, 8)]
+)
+def test_the_trial_runs_every_kernel_and_finds_no_fault(dtype: mx.Dtype, bits: int) -> None:
+    with kernels_on_cpu(Mode.CHECK if bits == 4 else Mode.FAST, trusted=False) as made:
+        assert try_all([dtype], [bits]) == []
         assert set(launches(made)) == {
             *("rows_matmul", "fuse_taps", "head_projection", "block_attention"),
             *("attention_combine", "block_convolution"),
@@ -136,12 +142,17 @@ def test_the_trial_runs_every_kernel_and_finds_no_fault() -> None:
 def test_a_mismatch_is_one_warning_and_shows_in_the_statistics_and_in_doctor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    def trial() -> list[str]:
+        return try_all([mx.float32], [4])
+
+    monkeypatch.setattr(record, "home_dir", lambda: tmp_path)
+    monkeypatch.setattr(kernels, "try_all", trial)
     monkeypatch.setattr("dflash_mlx.kernels.attention.split_keys", lambda total: 64)
     monkeypatch.setattr("dflash_mlx.kernels.attention.tile_keys", lambda dim, dtype: 48)
     reason = "block_attention is not used: it differs"
     with kernels_on_cpu(trusted=False) as made:
         with pytest.warns(RuntimeWarning, match=reason) as caught:
-            assert any(reason in sentence for sentence in try_all())
+            assert any(reason in sentence for sentence in trial())
         assert len(caught) == 1
         monkeypatch.setattr(backend, "_on_gpu", lambda: False)  # the answer without the harness
         count = len(made)
@@ -151,10 +162,21 @@ def test_a_mismatch_is_one_warning_and_shows_in_the_statistics_and_in_doctor(
         assert stats.warnings == []
     with warnings.catch_warnings(record=True) as silent, kernels_on_cpu(trusted=False):
         warnings.simplefilter("always")
-        status, remarks = doctor._kernels()
+        status, kept, remarks = doctor._kernels()
     assert silent == []
     assert "block_attention not used, it differs" in status
     assert [reason in remark for remark in remarks] == [True]
+    assert [one["operation"] for one in kept] == ["block_attention"]
+    # A process whose kernel agrees forgets it; one that has not tried it still tells.
+    with kernels_on_cpu(trusted=False):
+        _, _, remarks = doctor._kernels(list)
+        assert len(remarks) == 1
+        assert remarks[0].startswith(f"The Metal kernel block_attention was not used on {DATE}")
+    monkeypatch.undo()
+    monkeypatch.setattr(record, "home_dir", lambda: tmp_path)
+    monkeypatch.setattr(kernels, "try_all", trial)
+    with kernels_on_cpu(trusted=False):
+        assert doctor._kernels()[1:] == ([], [])
 
 
 def test_without_kernels_the_trial_does_nothing() -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,16 +16,32 @@ import typer
 
 from dflash_mlx import paths
 from dflash_mlx.cli import console
+from dflash_mlx.cli.chat import DTYPES, Draft, DraftBits, Dtype
+from dflash_mlx.errors import UsageError
 
 # Below this a download of a small model fails half-way.
 SMALL_DISK = 2e9
 
 
+_MODEL = "Try the kernels on the shapes and types of this model, which has to be on this disk."
+Trial = Callable[[], list[str]]  # runs kernels; remarks on what it could not try
+
+
 def doctor(
+    model: Annotated[str | None, typer.Argument(help=_MODEL, show_default=False)] = None,
+    draft: Draft = None,
+    draft_bits: DraftBits = None,
+    dtype: Dtype = "auto",
     as_json: Annotated[bool, console.option("Print one JSON document.", "--json")] = False,
 ) -> None:
     """Tell whether this machine can run; exits with 1 when it cannot."""
-    report = examine()
+    if model is None and (draft is not None or draft_bits is not None or dtype != "auto"):
+        raise UsageError("--draft, --draft-bits and --dtype say how MODEL is held. Name it.")
+    if draft_bits not in (None, 4, 8):
+        raise UsageError(f"--draft-bits is {draft_bits}. A drafter can be quantized to 4 or 8.")
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
+    report = examine(None if model is None else _trial_of(model, draft, draft_bits, dtype))
     if as_json:
         print(json.dumps(report))
     else:
@@ -32,8 +49,27 @@ def doctor(
     raise typer.Exit(0 if report["can_run"] else 1)
 
 
-def examine() -> dict[str, Any]:
-    """All findings. `problems` keep the program from running, `remarks` make it slower or less."""
+def _trial_of(model: str, draft: str | None, draft_bits: int | None, dtype: str) -> Trial:
+    """What tries a model's kernels; DFlashError where it is not on this disk."""
+    from dflash_mlx.machine import prepare_blas
+
+    prepare_blas()  # the next line imports MLX
+    from dflash_mlx import trials
+
+    subject = trials.subject(model, draft, draft_bits, dtype)
+
+    def run() -> list[str]:
+        trials.try_model(subject)
+        return list(subject.remarks)
+
+    return run
+
+
+def examine(trial: Trial | None = None) -> dict[str, Any]:
+    """All findings. `problems` keep the program from running, `remarks` make it slower or less.
+
+    trial: of kernels on a model's shapes, in place of small cases.
+    """
     from dflash_mlx import machine
 
     blas = machine.prepare_blas()
@@ -46,14 +82,15 @@ def examine() -> dict[str, Any]:
         "back_end": None,
         "blas": {"name": blas.name, "reason": blas.reason},
         "kernels": None,
+        "rejected_kernels": [],
     }
     remarks = [] if blas.fast else [f"Matrix products are slow: {blas.name}. {blas.reason}"]
     try:
         name, reason = machine.back_end()
         report["back_end"] = {"name": name, "reason": reason}
         remarks += _cpu_remarks() if name == "cpu" else []
-        report["kernels"], rejected = _kernels()
-        remarks += rejected
+        report["kernels"], report["rejected_kernels"], found = _kernels(trial)
+        remarks += found
     except ImportError:
         remarks.append("The back-end is unknown because MLX cannot be imported.")
     report["cache"], cache_problems, cache_remarks = _cache_folder()
@@ -69,14 +106,30 @@ def _python_problems() -> list[str]:
     return [f"Python {platform.python_version()} is not supported. Use 3.11, 3.12 or 3.13."]
 
 
-def _kernels() -> tuple[str, list[str]]:
-    """What runs as a kernel, each tried on a small case first, and a remark for each that fails."""
+def _kernels(trial: Trial | None = None) -> tuple[str, list[dict[str, str]], list[str]]:
+    """What runs as a kernel, each tried first; the rejections that are kept; remarks on both."""
     from dflash_mlx import kernels
 
+    remarks = []
     with warnings.catch_warnings():  # a remark says it
         warnings.simplefilter("ignore")
-        failed = kernels.try_all()
-    return kernels.status(), failed
+        if trial is None:
+            kernels.try_all()
+        else:
+            remarks += trial()
+            if not kernels.kernels_active():
+                remarks.append("The kernels were not tried on the model: none is active here.")
+    remarks += kernels.rejections()
+    rejected, fault = kernels.kept()
+    now = kernels.rejected_operations()
+    remarks += [
+        f"The Metal kernel {one.operation} was not used on {one.date}: {one.reason} (case "
+        f"{one.variant}). Each process checks it again."
+        for one in rejected
+        if one.operation not in now
+    ]
+    remarks += [fault] if fault else []
+    return kernels.status(), [one._asdict() for one in rejected], remarks
 
 
 def _cpu_remarks() -> list[str]:

@@ -57,7 +57,7 @@ def open_drafter(
     model, config, weights, target_ids = _checked(folder, target, bits, group_size)
     _load(model, weights, dtype)
     if bits is not None:
-        nn.quantize(model, group_size=group_size, bits=bits, class_predicate=_is_quantized)
+        nn.quantize(model, group_size=group_size, bits=bits, class_predicate=is_quantized)
         mx.eval(model.parameters())
     order = None if target_ids is not None else token_order(folder, target.vocab_size)
     kind = DFlash2Drafter if config.parts else DFlashDrafter
@@ -79,7 +79,7 @@ def check_config(
     check_fit(config, target)
     if bits is not None:
         config = replace(config, vocab_size=target.vocab_size)
-        _refuse_uneven((DFlash2Model if config.parts else DFlashModel)(config, []), group_size)
+        refuse_uneven((DFlash2Model if config.parts else DFlashModel)(config, []), group_size)
 
 
 def _checked(
@@ -103,7 +103,7 @@ def _checked(
     model = (DFlash2Model if config.parts else DFlashModel)(config, own)
     _check_tensors(model, config, weights, folder)
     if bits is not None:
-        _refuse_uneven(model, group_size)
+        refuse_uneven(model, group_size)
     return model, config, weights, target_ids
 
 
@@ -206,14 +206,14 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:4]) + more
 
 
-def _is_quantized(name: str, module: nn.Module) -> bool:
+def is_quantized(name: str, module: nn.Module) -> bool:
     kept = any(part in UNQUANTIZED for part in name.split("."))
     return isinstance(module, nn.Linear | nn.Embedding) and not kept
 
 
-def _refuse_uneven(model: DFlashModel, group_size: int) -> None:
+def refuse_uneven(model: DFlashModel, group_size: int) -> None:
     for name, module in model.named_modules():
-        if _is_quantized(name, module) and module.weight.shape[-1] % group_size:
+        if is_quantized(name, module) and module.weight.shape[-1] % group_size:
             raise UsageError(
                 f"The drafter's {name} has {module.weight.shape[-1]} inputs, no multiple of the "
                 f"group size {group_size}; leave --draft-bits out."

@@ -4,12 +4,18 @@ backend decides between the two. The callers see one function an operation.
 """
 
 from dflash_mlx.kernels.attention import Rows, Sight, Surroundings, block_attention, block_mask
-from dflash_mlx.kernels.backend import kernels_active, rejections, status
+from dflash_mlx.kernels.backend import (
+    kernels_active,
+    rejected_operations,
+    rejections,
+    status,
+)
 from dflash_mlx.kernels.convolution import Coefficients, block_convolution
 from dflash_mlx.kernels.fusion import Fused, fuse_taps
 from dflash_mlx.kernels.gated_delta import Advance, DeltaRows, advance, replay
 from dflash_mlx.kernels.matmul import gated_matmul, rows_matmul, swiglu
 from dflash_mlx.kernels.projection import HeadProjection, block_projection, context_projection
+from dflash_mlx.kernels.record import Rejection, kept
 from dflash_mlx.kernels.trial import try_all
 
 __all__ = [
@@ -18,6 +24,7 @@ __all__ = [
     "DeltaRows",
     "Fused",
     "HeadProjection",
+    "Rejection",
     "Rows",
     "Sight",
     "Surroundings",
@@ -29,7 +36,9 @@ __all__ = [
     "context_projection",
     "fuse_taps",
     "gated_matmul",
+    "kept",
     "kernels_active",
+    "rejected_operations",
     "rejections",
     "replay",
     "rows_matmul",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from dflash_mlx.errors import UsageError
+from dflash_mlx.kernels import record
 from dflash_mlx.kernels.source import Launch
 
 VARIABLE = "DFLASH_KERNELS"
@@ -45,6 +46,7 @@ def choice() -> Choice:
 
 _trusted: set[tuple[str, Hashable]] = set()
 _rejected: dict[str, str] = {}  # operation -> why
+_beyond: dict[tuple[str, Hashable], str] = {}  # launches that are not made, and why
 
 
 def kernels_active() -> bool:
@@ -79,7 +81,7 @@ def run(
     """
     if not kernels_active():
         return twin()
-    fault = _rejected.get(operation) or next((f for one in launches if (f := one.fault)), None)
+    fault = _rejected.get(operation) or _limit(operation, variant, launches)
     if fault is not None:
         if exact:
             raise UsageError(f"{_EXACT} {operation}: {fault}. Leave --exact out.")
@@ -90,9 +92,19 @@ def run(
     found, fault = _first_use(kernel, expected)
     if fault is None:
         _trusted.add((operation, variant))
+        record.drop(operation, variant)
         return found
-    _reject(operation, fault)
+    _reject(operation, variant, fault)
     return run(operation, variant, kernel, lambda: expected, launches=launches, exact=exact)
+
+
+def _limit(operation: str, variant: Hashable, launches: Sequence[Launch]) -> str | None:
+    """What no GPU grants of these launches; noted once, without a warning: nothing is broken."""
+    fault = next((fault for one in launches if (fault := one.fault)), None)
+    if fault is not None and (operation, variant) not in _beyond:
+        _beyond[operation, variant] = fault
+        record.keep(operation, variant, fault)
+    return fault
 
 
 def _first_use(
@@ -117,12 +129,13 @@ def difference(got: mx.array, want: mx.array) -> float:
     return float("inf") if gap != gap else float(gap)
 
 
-def _reject(operation: str, reason: str) -> None:
+def _reject(operation: str, variant: Hashable, reason: str) -> None:
     """The one warning that a person gets; doctor and the statistics repeat the fact, no warning."""
     _rejected[operation] = reason
+    lost = record.keep(operation, variant, reason)
     warnings.warn(
-        f"{rejections()[-1]} MLX's own operations answer instead; set {VARIABLE}=ops to leave all "
-        "kernels out.",
+        f"{_sentence(operation, reason)} MLX's own operations answer instead; set {VARIABLE}=ops "
+        f"to leave all kernels out.{f' {lost}' if lost else ''}",
         RuntimeWarning,
         stacklevel=4,
     )
@@ -130,7 +143,25 @@ def _reject(operation: str, reason: str) -> None:
 
 def rejections() -> list[str]:
     """What people should know of kernels that are not used although Metal is there."""
-    return [f"The Metal kernel {name} is not used: {why}." for name, why in _rejected.items()]
+    return [
+        *(_sentence(name, why) for name, why in _rejected.items()),
+        *(f"The Metal kernel {name} is not used for some sizes: {why}." for name, why in _some()),
+    ]
+
+
+def _some() -> list[tuple[str, str]]:
+    """Operations in use of which some launches are not made, and why."""
+    found = {(name, why) for (name, _), why in _beyond.items() if name not in _rejected}
+    return sorted(found)
+
+
+def rejected_operations() -> set[str]:
+    """Names of the kernels that `rejections` speaks of."""
+    return {*_rejected, *(name for name, _ in _beyond)}
+
+
+def _sentence(operation: str, reason: str) -> str:
+    return f"The Metal kernel {operation} is not used: {reason}."
 
 
 def status() -> str:
@@ -140,6 +171,7 @@ def status() -> str:
     used = sorted({operation for operation, _ in _trusted} - set(_rejected))
     parts = [f"Metal kernels: {', '.join(used) or 'none used yet'}"]
     parts += [f"{name} not used, {reason}" for name, reason in sorted(_rejected.items())]
+    parts += [f"{name} not used for some sizes, {reason}" for name, reason in _some()]
     return "; ".join(parts)
 
 
@@ -147,3 +179,4 @@ def forget() -> None:
     """Forget what was checked and rejected."""
     _trusted.clear()
     _rejected.clear()
+    _beyond.clear()
