@@ -42,7 +42,7 @@ SIDES = ("plain", "again", "auto")
 def questions(suite: str, count: int) -> list[str]:
     """Prompts of a suite; of all suites in turn with their words shuffled for SHUFFLED."""
     if suite != SHUFFLED:
-        return [_text(q.prompt) for q in load_questions(suite, count, None).questions]
+        return [_text(q.prompt) for q in load_questions(suite, count, None).questions[:count]]
     texts = [t for pair in zip(*(questions(s, count) for s in SHIPPED), strict=True) for t in pair]
     shuffled = []
     for number, text in enumerate(texts[:count]):

@@ -54,6 +54,7 @@ def test_where_no_fixed_block_pays_the_best_is_plain() -> None:
 def test_shuffled_prompts_have_the_suites_words() -> None:
     plain = bench_blocks.questions("gsm8k", 2)
     mixed = bench_blocks.questions(bench_blocks.SHUFFLED, 2)
+    assert len(plain) == 2
     assert sorted(mixed[0].split()) == sorted(plain[0].split())
     assert mixed[0] != plain[0]
     assert mixed == bench_blocks.questions(bench_blocks.SHUFFLED, 2)
