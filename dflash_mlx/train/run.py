@@ -111,7 +111,7 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 1),
     }
     save_curve(order.out, progress.history)
-    write_text(order.out / "README.md", model_card(stored, run, result, progress.history))
+    write_text(order.out / "README.md", model_card(task.config, run, result, progress.history))
     return result
 
 

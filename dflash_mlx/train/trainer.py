@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_map, tree_unflatten
 
 from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.draft.packagings import official_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
@@ -139,6 +140,9 @@ class Trainer:
         if found is None:
             return False
         self.parameters, state, self.progress, run = found
+        if isinstance(stored := run.get("config"), dict):  # as any packaging says it
+            target = self.task.target
+            run["config"] = official_config(stored, target.vocab_size, target.num_layers)
         differing = self.recipe.differences(run.pop("recipe", {}))
         ours = self.task.described
         differing += [f"{k}: {run.get(k)} -> {v}" for k, v in ours.items() if run.get(k) != v]
