@@ -233,19 +233,14 @@ def _task(
         features, held_features = Online(target, spec), Online(target, exact)
     else:
         limit = None if order.cache_limit_gb is None else int(order.cache_limit_gb * 1e9)
-        made = [
-            offline(
-                work / "features",
-                kind,
-                target,
-                texts,
-                limit,
-                voice.say,
-                lambda done, total: voice.stage("features", done, total),
-            )
-            for kind, texts in ((spec, trained), (exact, held))
-        ]
-        features, held_features = made
+        features, held_features = offline(
+            work / "features",
+            [(spec, trained), (exact, held)],
+            target,
+            limit,
+            voice.say,
+            lambda done, total: voice.stage("features", done, total),
+        )
     described = {
         "target": name,
         "config": dict(stored),
