@@ -19,6 +19,7 @@ from dflash_mlx.draft.dflash2 import DFlash2Model
 from dflash_mlx.draft.packagings import official_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.models.base import Target
+from dflash_mlx.train.gemma_start import gemma_parts, is_gemma
 from dflash_mlx.weights import read_config
 
 Weights = dict[str, mx.array]
@@ -87,16 +88,24 @@ def target_start(config: DFlashConfig, target: Target, seed: int) -> Start:
     first = len(layers) - config.num_hidden_layers
     taken: list[str] = []
 
-    def take(name: str, module: nn.Module | None) -> None:
-        found = dense(module) if module is not None else None
+    def put(name: str, found: mx.array | None) -> None:
         if found is not None and name in weights and found.shape == weights[name].shape:
             weights[name] = found
             taken.append(name)
 
+    def take(name: str, module: nn.Module | None) -> None:
+        put(name, dense(module) if module is not None else None)
+
+    stream = 1.0  # what the target's layers have multiplied the residual stream by
     for index in range(config.num_hidden_layers):
         if first + index < 0:
             continue
         source = layers[first + index]
+        if is_gemma(source):
+            for part, value in gemma_parts(source, config, stream, dense).items():
+                put(f"layers.{index}.{part}.weight", value)
+            stream *= float(source.layer_scalar.item())
+            continue
         for part in _PARTS:
             take(f"layers.{index}.{part}.weight", _child(source, part))
     take("norm.weight", _child(target, "model.norm"))
