@@ -37,7 +37,7 @@ from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.files import write_text
 from dflash_mlx.train.folder import locked, taken
 from dflash_mlx.train.memory import fitted
-from dflash_mlx.train.naming import target_name
+from dflash_mlx.train.naming import hash_of, target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
@@ -134,7 +134,9 @@ def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
             second_parts(shape, target.hidden_size),
             order.block_size,
         )
-        return stored, replace(start, revision=fetched.revision), "the drafter's own"
+        content = None if fetched.revision else hash_of(fetched.path)
+        start = replace(start, revision=fetched.revision, content=content)
+        return stored, start, "the drafter's own"
     mask, why = mask_token(engine.tokenizer, target, order.shape.mask_token_id)
     assert engine.path is not None
     known = read_target_config(engine.path)

@@ -48,6 +48,7 @@ class Start:
     weights: Weights
     taken: tuple[str, ...]
     revision: str | None = None  # the commit of a drafter from the hub
+    content: str | None = None  # a hash of the weights and config of one from elsewhere
 
 
 def new_model(config: DFlashConfig) -> DFlashModel:

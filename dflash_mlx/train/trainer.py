@@ -22,6 +22,7 @@ from dflash_mlx.models.base import Target
 from dflash_mlx.train.batches import Work, epoch_steps, passes
 from dflash_mlx.train.checkpoint import Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.curve import save_numbers
 from dflash_mlx.train.export import as_drafter, has_drafter, save_drafter
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.interrupt import uninterrupted
@@ -279,6 +280,7 @@ class Trainer:
         progress.history.append(entry)
         progress.clear()
         self.save()
+        save_numbers(self.folder, progress.history)
         return report
 
     def _replayed(self) -> dict[str, Replay]:
