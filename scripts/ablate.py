@@ -123,7 +123,7 @@ class Variant:
     random: bool = False
     blind: bool = False
     uniform: bool = False
-    verified: int | None = None  # rows that a cycle verifies, when fewer than trained
+    verified: int | None = None  # rows that a cycle verifies, when not as many as trained
 
 
 class VariantTrainer(Trainer):
@@ -176,12 +176,19 @@ class VariantTrainer(Trainer):
         return tokens / cycles, right / anchors
 
     def _drafts(self, text: Text, seen: Seen) -> list[list[int]]:
-        """Of every anchor of the answer, its drafts over the whole vocabulary."""
+        """Of every anchor of the answer, its drafts over the whole vocabulary.
+
+        Where a cycle verifies fewer rows than were trained, the rest of the block is drafted and
+        left out, as in generation; where it verifies more, the block has more masks.
+        """
         self._model.update(self.parameters)
         target: Target = self.task.target
         objective = self._objective(self._head_of(self.progress.epoch))
         ids = np.array(text.ids, np.int32)
-        shown = (self.variant.verified or self.recipe.block_size) - 1
+        trained = self.task.config.block_size
+        verified = self.variant.verified or trained
+        block, shown = max(trained, verified), verified - 1
+        objective = replace(objective, config=replace(self.task.config, block_size=block))
         made: list[list[int]] = []
         anchors = anchor_candidates(text)
         for start in range(0, len(anchors), _MEASURED_BLOCKS):
@@ -221,6 +228,8 @@ def variants(taps: tuple[int, ...]) -> list[Variant]:
         Variant("3 layers", shape={"layers": 3}),
         Variant("trained on blocks of 4, verifies 4", recipe={"block_size": 4}),
         Variant("trained on blocks of 8, verifies 4", verified=4),
+        Variant("trained on blocks of 8, verifies 16", verified=16),
+        Variant("trained on blocks of 16, verifies 8", recipe={"block_size": 16}, verified=8),
         Variant("trained on blocks of 16, verifies 16", recipe={"block_size": 16}),
         Variant("soft labels only", recipe={"soft": 1.0}),
         Variant("half soft, half hard labels", recipe={"soft": 0.5}),

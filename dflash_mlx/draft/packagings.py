@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from dflash_mlx.draft.keys import (
     Config,
+    either,
     flag,
     layer_ids,
     malformed,
@@ -23,6 +24,7 @@ from dflash_mlx.draft.keys import (
     required,
     words,
 )
+from dflash_mlx.draft.sight import parse_sight
 from dflash_mlx.errors import CheckpointError
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -58,6 +60,67 @@ def packaging_of(config: Config) -> Packaging:
     if config.get("model_type") == "muse_glimmer_assistant":
         return _META
     return _OFFICIAL
+
+
+#: what the official config.json has in dflash_config
+_NESTED_KEYS = (
+    "target_layer_ids",
+    "mask_token_id",
+    "block_size",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+)
+
+
+def official_config(config: Config, vocab_size: int, num_target_layers: int) -> dict[str, Any]:
+    """config.json of the official packaging for a drafter of any known one, of such a target.
+
+    It says the same; what is official already stays as it is. The block size also stands at the
+    top level, where some readers look for it.
+    """
+    packaging = packaging_of(config)
+    official = packaging.official(config)
+    if packaging is not _OFFICIAL:
+        official |= {"model_type": "qwen3"}
+        official = {key: value for key, value in official.items() if value is not None}
+        if official.get("draft_vocab_size") == vocab_size:
+            del official["draft_vocab_size"]
+    nested = dict(official.get("dflash_config") or {})
+    for key in _NESTED_KEYS:
+        outer = official.pop(key, None)
+        if nested.get(key) is None and outer is not None:
+            nested[key] = outer
+    if either(official, nested, "use_swa") or either(official, nested, "swa_window_size"):
+        official |= _official_sight(official, nested)
+        for key in ("use_swa", "swa_window_size"):
+            official.pop(key, None)
+            nested.pop(key, None)
+    known = {"vocab_size": vocab_size, "num_target_layers": num_target_layers}
+    missing = {key: value for key, value in known.items() if official.get(key) is None}
+    return {
+        **official,
+        **missing,
+        "architectures": official.get("architectures") or [ARCHITECTURE],
+        "block_size": nested.get("block_size"),
+        "dflash_config": nested,
+    }
+
+
+def _official_sight(config: Config, nested: Config) -> dict[str, Any]:
+    """The keys that say which layers slide, for a config that says so in ModelOpt's way."""
+    sight = parse_sight(config, nested, positive_int(config, "num_hidden_layers"))
+    kinds = ["sliding_attention" if window else "full_attention" for window in sight.windows]
+    window = next((one for one in sight.windows if one), None)
+    keys: dict[str, Any] = {"layer_types": kinds}
+    if window:
+        keys |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    # Layers of different kinds see their block in different ways only where nothing is stated.
+    return keys | ({"is_causal": sight.causal[0]} if len(set(sight.causal)) == 1 else {})
 
 
 # Keys of speculators' config.json that speak of training and bookkeeping only.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash_mlx.errors import UsageError
@@ -75,7 +75,12 @@ def answer_prompts(
                 speed = tokens / (time.perf_counter() - started)
                 progress(len(work.texts), work.total - work.skipped, speed)
         seconds = time.perf_counter() - started
-        texts = [work.texts[n] for p in prompts for n in p.answer_names if n in work.texts]
+        texts = [
+            replace(work.texts[name], source=prompt.source)
+            for prompt in prompts
+            for name in prompt.answer_names
+            if name in work.texts
+        ]
     return Answered(texts, work.skipped, made, tokens, count, seconds)
 
 

@@ -158,7 +158,8 @@ class _Attention:
         own = own.reshape(kv_heads, blocks, share, rows, rows)
         if self.causal or (self.window is not None and self.window < rows):
             own = own + own_mask(rows, self.window, self.causal)
-        weights = softmax(mx.concatenate([past, own], axis=-1))
+        # The masks are float32, and so are the scores; the pass goes on in its own type.
+        weights = softmax(mx.concatenate([past, own], axis=-1)).astype(queries.dtype)
         seen = weights[..., :length].reshape(kv_heads, -1, length) @ past_values
         seen = seen.reshape(kv_heads, blocks, share * rows, dim)
         within = weights[..., length:].reshape(kv_heads, blocks, share * rows, rows)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_mlx.draft.config import DFlashConfig
+
 
 def model_card(
-    config: Mapping[str, Any],
+    config: DFlashConfig,
     run: Mapping[str, Any],
     result: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Markdown with the hub's header, from config.json, run.json and the run's result."""
-    nested = config["dflash_config"]
+    """Markdown with the hub's header, from the drafter's config, run.json and the run's result."""
     recipe, trained, held = run["recipe"], run["trained"], run["held_out"]
-    kind = "DFlash 2" if "DFlash2DraftModel" in config["architectures"] else "DFlash"
+    kind = "DFlash 2" if config.parts else "DFlash"
     best = next((e for e in history if e["step"] == result["best_step"]), None)
     lines = [
         "---",
@@ -25,9 +26,9 @@ def model_card(
         "",
         f"# {kind} drafter for {result['model']}",
         "",
-        f"A block-diffusion drafter of {config['num_hidden_layers']} layers for blocks of "
-        f"{nested['block_size']}, which reads the target's layers "
-        f"{', '.join(map(str, nested['target_layer_ids']))} and borrows its embedding and head.",
+        f"A block-diffusion drafter of {config.num_hidden_layers} layers for blocks of "
+        f"{config.block_size}, which reads the target's layers "
+        f"{', '.join(map(str, config.target_layer_ids))} and borrows its embedding and head.",
         "",
         "## Measured",
         "",

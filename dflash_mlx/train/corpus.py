@@ -6,10 +6,11 @@ import gzip
 import hashlib
 import json
 import lzma
+import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,27 @@ UNREADABLE = (
     OSError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile,
 )  # fmt: skip
 
+#: the end of the name of an answer within a conversation
+_LATER_TURN = re.compile(r"/turn-\d+$")
+
 
 @dataclass(frozen=True)
 class Text:
-    """One prompt with its answer. Only tokens of the answer are trained on."""
+    """One prompt with its answer. Only tokens of the answer are trained on.
+
+    source: the set it belongs to where its name says none; no part of what is trained on.
+    """
 
     name: str
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
+    source: str | None = field(default=None, compare=False)
+
+    @property
+    def set_name(self) -> str:
+        """What a name like set/number begins with, else the source, else "texts"."""
+        beginning, slash, _ = _LATER_TURN.sub("", self.name).partition("/")
+        return beginning if beginning and slash else self.source or "texts"
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -41,7 +55,7 @@ class Text:
     def cut(self, max_length: int) -> Text:
         """The text without the tokens behind `max_length`."""
         room = max_length - len(self.prompt_ids)
-        return Text(self.name, self.prompt_ids, self.answer_ids[: max(0, room)])
+        return replace(self, answer_ids=self.answer_ids[: max(0, room)])
 
     def as_json(self) -> str:
         fields = {"id": self.name, "prompt_ids": self.prompt_ids, "answer_ids": self.answer_ids}
@@ -60,9 +74,15 @@ def read_answers(files: Iterable[Path], vocab_size: int) -> list[Text]:
                 str(row.get("id", f"{file.name}:{number}")),
                 _ids(row, "prompt_ids", vocab_size, file, number),
                 _ids(row, "answer_ids", vocab_size, file, number),
+                set_of(file),
             )
             texts.setdefault(text.name, text)
     return list(texts.values())
+
+
+def set_of(file: Path) -> str:
+    """The set that the texts of a JSONL file (.gz or not) are: its name without the endings."""
+    return Path(file.name.removesuffix(".gz")).stem
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

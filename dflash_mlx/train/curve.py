@@ -10,9 +10,14 @@ from typing import Any
 from dflash_mlx.train.files import replacing, write_text
 
 
+def save_numbers(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    """Write curve.json; history: one entry a measurement."""
+    write_text(folder / "curve.json", json.dumps(list(history), indent=1) + "\n")
+
+
 def save_curve(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
     """history: one entry a measurement, with step, loss, accuracy [b-1] and tau."""
-    write_text(folder / "curve.json", json.dumps(list(history), indent=1) + "\n")
+    save_numbers(folder, history)
     if not history:
         return
     # Here, because matplotlib is slow to import and only needed at the end of a run.

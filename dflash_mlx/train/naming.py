@@ -28,10 +28,10 @@ def _content(order: Order, engine: Engine) -> str:
     if spec.startswith("pypi:"):
         return parse_wheel(spec).sha256[:16]  # checked when it was fetched
     assert engine.path is not None
-    return _hash_of(engine.path)
+    return hash_of(engine.path)
 
 
-def _hash_of(path: Path) -> str:
+def hash_of(path: Path) -> str:
     """Of a GGUF file, or of a folder's weights and the configs that say how they are used."""
     if path.is_file():
         files = [path]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_mlx.errors import UsageError
 from dflash_mlx.prompt import Message
-from dflash_mlx.train.corpus import read_jsonl
+from dflash_mlx.train.corpus import read_jsonl, set_of
 
 _KINDS = ("prompt", "turns", "messages")
 _ROLES = ("system", "user", "assistant")
@@ -21,13 +21,14 @@ _ROLES = ("system", "user", "assistant")
 class Prompt:
     """Messages up to the first answer, and the user's messages behind each answer.
 
-    limit: most tokens of an answer, where the file says so.
+    limit: most tokens of an answer, where the file says so. source: the file's set.
     """
 
     name: str
     messages: tuple[Message, ...]
     further: tuple[str, ...] = ()
     limit: int | None = None
+    source: str | None = field(default=None, compare=False)
 
     @property
     def answer_names(self) -> list[str]:
@@ -62,7 +63,8 @@ def read_prompts(files: Iterable[Path], *, repeats: bool = False) -> list[Prompt
                     prompts.append(equal[-1])
                 continue
             name = _name(row, where) or f"sha-{content[:16]}"
-            prompt = Prompt(name, tuple(messages), tuple(further), _limit(row, where))
+            limit = _limit(row, where)
+            prompt = Prompt(name, tuple(messages), tuple(further), limit, set_of(file))
             for answer in prompt.answer_names:
                 if answer in taken:
                     raise UsageError(

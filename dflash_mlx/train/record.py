@@ -14,6 +14,7 @@ from dflash_mlx import fast_blas
 # isort: split
 import mlx.core as mx
 
+from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.engine import Engine
 from dflash_mlx.loader import dtype_name
 from dflash_mlx.machine import versions
@@ -30,8 +31,11 @@ def described_run(
     """What run.json holds; it reads the files of prompts and answers for their hashes."""
     return {
         "target": task.described["target"],
+        "target_revision": order.revision,
         "init": order.init,
         "init_revision": start.revision,
+        "init_content": start.content,
+        "drafter": _drafter(task.config),
         "recipe": recipe.as_json(),
         "gamma": recipe.decay,
         "prompts": _files(order.prompts),
@@ -56,6 +60,19 @@ def described_run(
         "device": str(mx.default_device()),
         "trained": _described(task.trained),
         "held_out": _described(task.held_out),
+    }
+
+
+def _drafter(config: DFlashConfig) -> dict[str, Any]:
+    """Its shape: windows and causal hold one entry a layer, selector_rank is None for v1."""
+    return {
+        "layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "taps": list(config.target_layer_ids),
+        "windows": list(config.windows),
+        "causal": list(config.causal),
+        "selector_rank": config.parts.selector_rank if config.parts else None,
+        "mask_token_id": config.mask_token_id,
     }
 
 

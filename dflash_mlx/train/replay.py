@@ -91,11 +91,11 @@ def replay_sets(
     end_ids: Collection[int],
     max_tokens: int | None = None,
 ) -> dict[str, Replay]:
-    """`replay` over several texts, each with its features, by the set a text's name begins with."""
+    """`replay` over several texts, each with its features, by the set a text belongs to."""
     sets: dict[str, Replay] = {}
     for text, features in texts:
         known = replay(drafter, text, features, end_ids, max_tokens)
-        sets.setdefault(text.name.partition("/")[0], Replay()).add(known)
+        sets.setdefault(text.set_name, Replay()).add(known)
         mx.clear_cache()
     return sets
 

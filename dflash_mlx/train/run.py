@@ -37,7 +37,7 @@ from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.files import write_text
 from dflash_mlx.train.folder import locked, taken
 from dflash_mlx.train.memory import fitted
-from dflash_mlx.train.naming import target_name
+from dflash_mlx.train.naming import hash_of, target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
@@ -111,7 +111,7 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 1),
     }
     save_curve(order.out, progress.history)
-    write_text(order.out / "README.md", model_card(stored, run, result, progress.history))
+    write_text(order.out / "README.md", model_card(task.config, run, result, progress.history))
     return result
 
 
@@ -134,7 +134,9 @@ def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
             second_parts(shape, target.hidden_size),
             order.block_size,
         )
-        return stored, replace(start, revision=fetched.revision), "the drafter's own"
+        content = None if fetched.revision else hash_of(fetched.path)
+        start = replace(start, revision=fetched.revision, content=content)
+        return stored, start, "the drafter's own"
     mask, why = mask_token(engine.tokenizer, target, order.shape.mask_token_id)
     assert engine.path is not None
     known = read_target_config(engine.path)
@@ -233,19 +235,14 @@ def _task(
         features, held_features = Online(target, spec), Online(target, exact)
     else:
         limit = None if order.cache_limit_gb is None else int(order.cache_limit_gb * 1e9)
-        made = [
-            offline(
-                work / "features",
-                kind,
-                target,
-                texts,
-                limit,
-                voice.say,
-                lambda done, total: voice.stage("features", done, total),
-            )
-            for kind, texts in ((spec, trained), (exact, held))
-        ]
-        features, held_features = made
+        features, held_features = offline(
+            work / "features",
+            [(spec, trained), (exact, held)],
+            target,
+            limit,
+            voice.say,
+            lambda done, total: voice.stage("features", done, total),
+        )
     described = {
         "target": name,
         "config": dict(stored),

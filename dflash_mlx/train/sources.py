@@ -36,31 +36,38 @@ class Online:
 
 def offline(
     folder: Path,
-    spec: FeatureSpec,
+    wanted: Sequence[tuple[FeatureSpec, Sequence[Text]]],
     target: Target,
-    texts: Sequence[Text],
     limit_bytes: int | None,
     announce: Callable[[str], None],
     progress: Callable[[int, int], None],
-) -> Offline:
-    """A cache that holds all `texts`; its size is announced, and checked, before anything runs."""
-    cache = FeatureCache(folder, spec)
-    missing = [text for text in texts if text not in cache]
-    size = bytes_a_token(spec, target.hidden_size) * sum(text.length for text in missing)
-    if missing:
-        announce(
-            f"Features of {len(missing)} texts will take {size / 1e9:.2f} GB in {cache.folder}."
-        )
-    if limit_bytes is not None and size + cache.size > limit_bytes:
+) -> list[Offline]:
+    """For every kind of features in `wanted` a cache that holds those of all its texts.
+
+    What all of them will take is announced, and checked, before any are computed.
+    """
+    caches: dict[str, FeatureCache] = {}
+    kinds = [caches.setdefault(spec.key(), FeatureCache(folder, spec)) for spec, _ in wanted]
+    pairs = zip(kinds, wanted, strict=True)
+    missing = [[text for text in texts if text not in cache] for cache, (_, texts) in pairs]
+    size = sum(
+        bytes_a_token(spec, target.hidden_size) * sum(text.length for text in texts)
+        for (spec, _), texts in zip(wanted, missing, strict=True)
+    )
+    if count := sum(map(len, missing)):
+        announce(f"Features of {count} texts will take {size / 1e9:.2f} GB in {folder}.")
+    there = sum(cache.size for cache in caches.values())
+    if limit_bytes is not None and size + there > limit_bytes:
         raise UsageError(
-            f"The features take {(size + cache.size) / 1e9:.2f} GB, more than the limit of "
+            f"The features take {(size + there) / 1e9:.2f} GB, more than the limit of "
             f"{limit_bytes / 1e9:.2f} GB. Raise --cache-limit, give fewer taps, or use --online."
         )
-    free = shutil.disk_usage(cache.folder).free
+    free = shutil.disk_usage(folder).free
     if size > 0.95 * free:
         raise UsageError(
-            f"The features take {size / 1e9:.2f} GB and {cache.folder} has {free / 1e9:.2f} GB "
+            f"The features take {size / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB "
             "free. Free some, put --work elsewhere, or use --online."
         )
-    cache.add(target, missing, progress)
-    return Offline(cache)
+    for cache, texts in zip(kinds, missing, strict=True):
+        cache.add(target, texts, progress)
+    return [Offline(cache) for cache in kinds]

@@ -16,8 +16,10 @@ from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.config import DFlashConfig, parse_config
 from dflash_mlx.draft.dflash import DFlashModel
 from dflash_mlx.draft.dflash2 import DFlash2Model
+from dflash_mlx.draft.packagings import official_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.models.base import Target
+from dflash_mlx.train.gemma_start import gemma_parts, is_gemma
 from dflash_mlx.weights import read_config
 
 Weights = dict[str, mx.array]
@@ -46,6 +48,7 @@ class Start:
     weights: Weights
     taken: tuple[str, ...]
     revision: str | None = None  # the commit of a drafter from the hub
+    content: str | None = None  # a hash of the weights and config of one from elsewhere
 
 
 def new_model(config: DFlashConfig) -> DFlashModel:
@@ -86,16 +89,24 @@ def target_start(config: DFlashConfig, target: Target, seed: int) -> Start:
     first = len(layers) - config.num_hidden_layers
     taken: list[str] = []
 
-    def take(name: str, module: nn.Module | None) -> None:
-        found = dense(module) if module is not None else None
+    def put(name: str, found: mx.array | None) -> None:
         if found is not None and name in weights and found.shape == weights[name].shape:
             weights[name] = found
             taken.append(name)
 
+    def take(name: str, module: nn.Module | None) -> None:
+        put(name, dense(module) if module is not None else None)
+
+    stream = 1.0  # what the target's layers have multiplied the residual stream by
     for index in range(config.num_hidden_layers):
         if first + index < 0:
             continue
         source = layers[first + index]
+        if is_gemma(source):
+            for part, value in gemma_parts(source, config, stream, dense).items():
+                put(f"layers.{index}.{part}.weight", value)
+            stream *= float(source.layer_scalar.item())
+            continue
         for part in _PARTS:
             take(f"layers.{index}.{part}.weight", _child(source, part))
     take("norm.weight", _child(target, "model.norm"))
@@ -151,7 +162,7 @@ def drafter_start(
     parts: Mapping[str, Any] | None = None,
     block_size: int | None = None,
 ) -> tuple[dict[str, Any], Start]:
-    """A drafter's config.json and weights, to be trained further for `target`.
+    """A drafter's config.json, official whatever its own, and weights, to be trained for `target`.
 
     layers: more than it has adds some that change nothing yet. parts: DFlash 2's keys, for a v1
     drafter that gets convolutions and a selector, which change nothing yet either. block_size:
@@ -159,10 +170,11 @@ def drafter_start(
     CheckpointError or MismatchError as when it is opened for generation; UsageError for one that
     brings its own tables or vocabulary, or has more layers or parts already.
     """
-    stored = read_config(folder)
-    if block_size is not None:
-        stored = _with_block_size(stored, block_size)
     drafter = open_drafter(folder, target, dtype=mx.float32)
+    stored = official_config(read_config(folder), target.vocab_size, target.num_layers)
+    if block_size is not None:
+        stored |= {"block_size": block_size}
+        stored["dflash_config"] |= {"block_size": block_size}
     known = {name: mx.array(array) for name, array in tree_flatten(drafter.model.parameters())}
     mx.eval(known)
     config = drafter.config
@@ -194,15 +206,6 @@ def drafter_start(
     return grown, Start({**weights, **known}, ())
 
 
-def _with_block_size(stored: dict[str, Any], block_size: int) -> dict[str, Any]:
-    # In every place that states it, so that no reader finds the old number.
-    changed = {**stored, "block_size": block_size}
-    nested = stored.get("dflash_config")
-    if isinstance(nested, Mapping) and "block_size" in nested:
-        changed["dflash_config"] = {**nested, "block_size": block_size}
-    return changed
-
-
 def _grown_config(
     stored: dict[str, Any], config: DFlashConfig, layers: int, parts: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -212,5 +215,5 @@ def _grown_config(
         grown["layer_types"] = [*kinds, *[kinds[-1]] * (layers - config.num_hidden_layers)]
     if parts:
         grown["architectures"] = ["DFlash2DraftModel"]
-        grown["dflash_config"] = {**(stored.get("dflash_config") or {}), **parts}
+        grown["dflash_config"] = {**stored["dflash_config"], **parts}
     return grown

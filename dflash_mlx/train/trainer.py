@@ -15,12 +15,14 @@ import numpy as np
 from mlx.utils import tree_map, tree_unflatten
 
 from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.draft.packagings import official_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.batches import Work, epoch_steps, passes
 from dflash_mlx.train.checkpoint import Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.curve import save_numbers
 from dflash_mlx.train.export import as_drafter, has_drafter, save_drafter
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.interrupt import uninterrupted
@@ -139,6 +141,9 @@ class Trainer:
         if found is None:
             return False
         self.parameters, state, self.progress, run = found
+        if isinstance(stored := run.get("config"), dict):  # as any packaging says it
+            target = self.task.target
+            run["config"] = official_config(stored, target.vocab_size, target.num_layers)
         differing = self.recipe.differences(run.pop("recipe", {}))
         ours = self.task.described
         differing += [f"{k}: {run.get(k)} -> {v}" for k, v in ours.items() if run.get(k) != v]
@@ -275,6 +280,7 @@ class Trainer:
         progress.history.append(entry)
         progress.clear()
         self.save()
+        save_numbers(self.folder, progress.history)
         return report
 
     def _replayed(self) -> dict[str, Replay]:

@@ -1,0 +1,108 @@
+"""scripts/ablate: it compares every axis it promises, and a variant runs from start to τ."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_target
+
+from dflash_mlx.train.blocks import block_rows
+from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.shape import Shape, drafter_config
+from dflash_mlx.train.sources import Online
+from dflash_mlx.train.start import target_start
+from dflash_mlx.train.trainer import Task
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import ablate
+
+TAPS = (0, 1, 2, 3, 4)
+BLOCK = 8
+RECIPE = Recipe(steps=2, block_size=BLOCK, step_blocks=8, pass_blocks=8, negatives=8)
+
+
+def compared() -> list[ablate.Variant]:
+    return ablate.variants(TAPS)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama", num_hidden_layers=5)
+
+
+def texts(count: int) -> list[Text]:
+    ids = np.random.default_rng(0).integers(0, 96, (count, 26)).tolist()
+    return [Text(f"t/{i}", tuple(row[:6]), tuple(row[6:])) for i, row in enumerate(ids)]
+
+
+def trainer_of(variant: ablate.Variant, target, folder: Path) -> ablate.VariantTrainer:
+    known = tiny_config("llama", num_hidden_layers=5)
+    base = drafter_config(target, known, Shape(layers=2, taps=TAPS), BLOCK, 3)
+    recipe = replace(RECIPE, **variant.recipe)
+    config = ablate.config_of(variant, base, recipe)
+    features = [Online(target, FeatureSpec("t", TAPS, 4, "float32")) for _ in range(2)]
+    if variant.taps:
+        features = [ablate.Chosen(each, TAPS, variant.taps) for each in features]
+    start = target_start(config, target, 0)
+    task = Task(target, {0}, config, base, texts(3), texts(4)[3:], *features, {})
+    return ablate.VariantTrainer(variant, task, recipe, start.weights, folder)
+
+
+def test_every_axis_of_the_paper_is_compared():
+    found = compared()
+    assert len({variant.name for variant in found}) == len(found)
+    base = found[0]
+    plain = ablate.Variant(base.name)
+    assert base == plain
+    # One thing at a time: none of the variants is the base, or another one, under a new name.
+    assert len({str(replace(v, name="")) for v in found}) == len(found)
+    assert any(v.blind for v in found)
+    assert any(v.rows is ablate.fused_rows for v in found)
+    assert any(v.uniform for v in found)
+    assert any(v.recipe.get("gamma", 0) > 1e3 for v in found)
+    assert {len(v.taps) if v.taps else len(TAPS) for v in found} == {3, 5}
+    assert {v.shape.get("layers", 2) for v in found} == {1, 2, 3}
+    assert any(v.random for v in found)
+    blocks = {
+        (trained, v.verified or trained)
+        for v in found
+        for trained in [v.recipe.get("block_size", BLOCK)]
+    }
+    assert {(8, 8), (16, 16), (16, 8), (8, 16)} <= blocks
+
+
+@pytest.mark.parametrize("name", ["8, verifies 16", "16, verifies 8", "3 taps"])
+def test_a_variant_trains_and_is_measured(name, target, tmp_path):
+    [variant] = [v for v in compared() if v.name.endswith(name)]
+    trainer = trainer_of(variant, target, tmp_path)
+    before = mx.array(trainer.parameters["norm"]["weight"])
+    trainer.run()
+    assert not mx.array_equal(before, trainer.parameters["norm"]["weight"])
+    tau, right = trainer.measured(20)
+    assert 1 <= tau <= (variant.verified or BLOCK)
+    assert 0 <= right <= 1
+
+
+@pytest.mark.parametrize(("trained", "verified"), [(8, 16), (16, 8)])
+def test_the_drafts_are_those_of_the_block_that_is_verified(trained, verified, target, tmp_path):
+    variant = ablate.Variant("v", recipe={"block_size": trained}, verified=verified)
+    trainer = trainer_of(variant, target, tmp_path)
+    text = texts(1)[0]
+    seen = trainer.task.features.read_all([text])[0]
+    drafts = trainer._drafts(text, seen)
+    assert {len(row) for row in drafts} == {verified - 1}
+    model, config = trainer._model, trainer.task.config
+    masks = max(trained, verified) - 1
+    for index in (0, 7):
+        anchor = len(text.prompt_ids) + index
+        ids = mx.array([[text.ids[anchor], *[config.mask_token_id] * masks]])
+        group = ablate.BlockGroup(seen.features[:anchor], np.array([anchor]))
+        rows = block_rows(model, config, target.embed(ids), [group])[0, 1:verified]
+        assert drafts[index] == mx.argmax(target.head(rows), axis=-1).tolist()

@@ -1,0 +1,139 @@
+"""Training a drafter further, whatever its packaging: what comes out is the official format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import packagings
+import pytest
+import tiny_drafter as tiny
+from tiny_training import own_texts, read_json, write_answers, write_target
+
+import dflash_mlx
+from dflash_mlx.draft.checkpoint import open_drafter
+from dflash_mlx.draft.config import parse_config
+from dflash_mlx.draft.packagings import official_config
+from dflash_mlx.loader import load_target
+from dflash_mlx.train.checkpoint import load_state, save_state
+from dflash_mlx.train.order import Order
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.run import train
+
+RECIPE = Recipe(steps=1, step_blocks=8, pass_blocks=8, held_out=1, measure_every=2, negatives=8)
+FITTING = {"vocab_size": 288, "draft_vocab_size": None, "num_target_layers": None}
+
+
+def top_level() -> dict[str, Any]:
+    """All of the drafter's keys at the top level."""
+    config = tiny.drafter_config()
+    return {**config, **config.pop("dflash_config")}
+
+
+def speculators() -> dict[str, Any]:
+    config = packagings.speculators_config(draft_vocab_size=288)
+    config["transformer_layer_config"]["vocab_size"] = 288
+    return config
+
+
+def block_size_outside() -> dict[str, Any]:
+    config = tiny.drafter_config()
+    return {**config, "block_size": config["dflash_config"].pop("block_size")}
+
+
+KINDS = {
+    "nested": tiny.drafter_config,
+    "block size at the top": block_size_outside,
+    "top level": top_level,
+    "modelopt": lambda: {**tiny.drafter_config(), "use_swa": True, "swa_window_size": 6},
+    "speculators": speculators,
+    "meta": packagings.meta_config,
+}
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("given")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 7, "intermediate_size": 40}
+    target = write_target(folder / "target", "llama", **sizes)
+    texts = own_texts(dflash_mlx.load(str(target), draft=None), 5, 8)
+    answers = write_answers(folder / "answers.jsonl", texts)
+    return Order(str(target), folder / "out", RECIPE, answers=[answers])
+
+
+def released(folder: Path, kind: str) -> Path:
+    """A drafter for that target as `kind` packs it."""
+    config = {**KINDS[kind](), **({} if kind == "speculators" else FITTING)}
+    if kind == "meta":
+        del config["vocab_size"]
+    config = {key: value for key, value in config.items() if value is not None}
+    weights = packagings.meta_weights if kind == "meta" else packagings.official_weights
+    return packagings.save(folder, config, weights())
+
+
+def drafts(folder: Path, target: Any) -> np.ndarray:
+    drafter = open_drafter(folder, target, dtype=mx.float32)
+    features = mx.random.normal((1, 9, drafter.config.feature_size), key=mx.random.key(0))
+    cache = drafter.make_cache()
+    drafter.observe(features, cache)
+    return np.array(drafter.draft_logits(mx.array([7]), 4, cache))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_packaging_is_trained_to_the_end_and_becomes_the_official_one(kind, order, tmp_path):
+    init = released(tmp_path / "released", kind)
+    asked = replace(order, init=str(init), out=tmp_path / "out")
+    result = train(asked)
+    assert result["steps"] == 1
+    card = (asked.out / "README.md").read_text()
+    assert f"{3} layers for blocks of {tiny.BLOCK}, which reads the target's layers 1, 3, 6" in card
+    stored = read_json(asked.out / "config.json")
+    assert stored["model_type"] == "qwen3"
+    assert stored["architectures"] == ["DFlashDraftModel"]
+    assert stored["block_size"] == tiny.BLOCK
+    expected = {"target_layer_ids": [1, 3, 6], "mask_token_id": 5, "block_size": tiny.BLOCK}
+    assert stored["dflash_config"] == expected
+    assert stored["vocab_size"] == 288
+    assert stored["num_target_layers"] == 7
+    foreign = ("transformer_layer_config", "speculators_model_type", "use_swa", "swa_window_size")
+    assert not any(key in stored for key in foreign)
+    # The same drafter: what came in drafts as what goes out with the same weights.
+    target = load_target(Path(order.target))
+    same = packagings.save(tmp_path / "same", stored, packagings.official_weights())
+    assert np.allclose(drafts(init, target), drafts(same, target), atol=1e-5)
+    known = parse_config(read_json(init / "config.json"))
+    ours = parse_config(stored)
+    assert (ours.windows, ours.causal) == (known.windows, known.causal)
+
+
+@pytest.mark.parametrize("kind", ["top level", "speculators", "meta"])
+def test_any_packaging_may_grow(kind, order, tmp_path):
+    init = released(tmp_path / "released", kind)
+    shape = replace(order.shape, layers=4, selector_rank=8)
+    asked = replace(order, init=str(init), shape=shape, out=tmp_path / "out", block_size=6)
+    train(asked)
+    config = parse_config(read_json(asked.out / "config.json"))
+    assert config.num_hidden_layers == 4
+    assert config.parts is not None
+    assert config.block_size == 6
+
+
+def test_a_state_that_names_the_drafters_own_packaging_goes_on(order, tmp_path):
+    init = released(tmp_path / "released", "top level")
+    asked = replace(order, init=str(init), out=tmp_path / "out")
+    result = train(asked)
+    parameters, optimizer, progress, run = load_state(asked.out)
+    run["config"] = read_json(init / "config.json")
+    save_state(asked.out, parameters, optimizer, progress, run)
+    assert train(asked)["tau"] == result["tau"]
+
+
+def test_what_is_official_stays_as_it_is():
+    stored = json.loads(
+        (Path(__file__).parent / "goldens" / "train" / "windows.config.json").read_text()
+    )
+    assert official_config(stored, stored["vocab_size"], stored["num_target_layers"]) == stored

@@ -1,0 +1,117 @@
+"""What a run reads: features within the limit before any are made, and the sets texts belong to."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from tiny import tiny_target
+from tiny_training import own_texts, read_json, write_answers, write_target
+
+import dflash_mlx
+from dflash_mlx.errors import UsageError
+from dflash_mlx.train import sources
+from dflash_mlx.train.corpus import Text, digest, read_answers
+from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.order import Order
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.run import train
+from dflash_mlx.train.shape import Shape
+from dflash_mlx.train.sources import offline
+
+TRAINED = [Text(f"a{i}", (1, 2, 3), (4, 5, 6, i)) for i in range(4)]
+HELD = [Text(f"b{i}", (1, 2), (7, 8, 9, i)) for i in range(3)]
+# tokens, times taps, times 48 hidden units, times the size of the type; 8 for every likely token
+SIZES = (4 * 7 * (2 * 48 * 2 + 5 * 8), 3 * 6 * 2 * 48 * 4)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama")
+
+
+def wanted():
+    bf16, own = FeatureSpec("t", (1, 2), 5, "bfloat16"), FeatureSpec("t", (1, 2), 0, "float32")
+    return [(bf16, TRAINED), (own, HELD)]
+
+
+def test_the_limit_is_for_all_features_and_checked_before_any_are_made(target, tmp_path):
+    said = []
+
+    def made(limit):
+        return offline(tmp_path, wanted(), target, limit, said.append, lambda done, total: None)
+
+    total = sum(SIZES)
+    for limit in (max(SIZES), total - 1):
+        with pytest.raises(UsageError, match="more than the limit"):
+            made(limit)
+        assert not list(tmp_path.rglob("*.safetensors"))
+    trained, held = made(total)
+    assert [len(trained.read_all(TRAINED)), len(held.read_all(HELD))] == [4, 3]
+    assert all("7 texts will take" in sentence for sentence in said)
+    # What is there counts with its size on disk, which has headers besides.
+    stored = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    with pytest.raises(UsageError, match="more than the limit"):
+        made(stored - 1)
+    made(stored)
+    assert len(said) == 3
+
+
+def test_a_full_disk_is_seen_before_any_features_are_made(target, tmp_path, monkeypatch):
+    class Usage:
+        free = max(SIZES) * 1.1
+
+    monkeypatch.setattr(sources.shutil, "disk_usage", lambda folder: Usage)
+    with pytest.raises(UsageError, match="free"):
+        offline(tmp_path, wanted(), target, None, lambda text: None, lambda done, total: None)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_features_of_one_kind_share_their_cache(target, tmp_path):
+    spec = FeatureSpec("t", (1, 2), 0, "float32")
+    both = [(spec, TRAINED), (spec, HELD)]
+    one, two = offline(tmp_path, both, target, None, lambda text: None, lambda done, total: None)
+    assert one.cache is two.cache
+    assert len(two.read_all([*TRAINED, *HELD])) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected"),
+    [
+        ("gsm8k/12", "answers", "gsm8k"),
+        ("mt_bench/3/turn-2", "answers", "mt_bench"),
+        ("p3", "questions", "questions"),
+        ("p3/turn-2", "questions", "questions"),
+        ("sha-00ff", None, "texts"),
+        ("/x", None, "texts"),
+    ],
+)
+def test_a_text_belongs_to_the_set_its_name_or_its_file_says(name, source, expected):
+    text = Text(name, (1,), (2, 3, 4), source)
+    assert text.set_name == text.cut(3).set_name == expected
+    # It says where a text is from, not what it is: a run's hashes stay as they were.
+    assert text == Text(name, (1,), (2, 3, 4))
+    assert digest([text]) == digest([Text(name, (1,), (2, 3, 4))])
+
+
+def test_texts_are_of_the_set_of_their_file(tmp_path):
+    row = json.dumps({"prompt_ids": [1], "answer_ids": [2, 3]}) + "\n"
+    (tmp_path / "one.jsonl").write_text(row)
+    (tmp_path / "two.v1.jsonl.gz").write_bytes(gzip.compress(row.encode()))
+    files = [tmp_path / "one.jsonl", tmp_path / "two.v1.jsonl.gz"]
+    assert [text.set_name for text in read_answers(files, 9)] == ["one", "two.v1"]
+
+
+def test_tau_by_set_is_of_the_files_where_ids_say_no_set(tmp_path):
+    folder = write_target(tmp_path / "target", "llama")
+    texts = own_texts(dflash_mlx.load(str(folder), draft=None), 8, 6)
+    named = [Text(f"n{i}", text.prompt_ids, text.answer_ids) for i, text in enumerate(texts)]
+    answers = write_answers(tmp_path / "given.jsonl", named)
+    prompts = tmp_path / "asked.jsonl"
+    rows = [{"id": f"p{i}", "turns": [f"Question {i}?", "Why?"], "max": 4} for i in range(8)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = Recipe(block_size=4, steps=1, step_blocks=8, pass_blocks=8, held_out=6, negatives=8)
+    shape, out = Shape(layers=1, taps=2), tmp_path / "out"
+    train(Order(str(folder), out, recipe, shape, [prompts], [answers], slots=8))
+    assert read_json(out / "curve.json")[0]["tau_by_set"].keys() == {"given", "asked"}
