@@ -66,7 +66,7 @@ def test_wide_groups_in_bfloat16(bits: int) -> None:
         # SmolLM2-135M's drafter, then with its sizes in 4 and 8 bits.
         (mx.float32, 0, 64, 6, 24, 576),
         (mx.float16, 4, 32, 6, 24, 576),
-        (mx.float16, 8, 128, 6, 1536, 128),
+        (mx.float16, 8, 128, 6, 1536, 256),
     ],
 )
 def test_gated_products(
