@@ -29,6 +29,8 @@ def rows(report: dict[str, Any], *, with_prefill: bool = True) -> Table:
     table = [["", *found]]
     for label, show in _lines(with_prefill):
         table.append([label, *(show(numbers) for numbers in found.values())])
+    if report["summary"]["degenerate"]:
+        table.append(["repetitive texts", *(_repetitive(n) for n in found.values())])
     if "mlx_lm" in report["summary"]:
         table += [[label, *(show(n) for n in found.values())] for label, show in _RIVAL_LINES]
     return table
@@ -55,6 +57,11 @@ def remarks(report: dict[str, Any]) -> list[str]:
     for name, numbers in columns(report).items():
         if numbers["refused"]:
             found.append(f"No speed-up is claimed for {name}: {numbers['refused']}.")
+    if count := report["summary"]["degenerate"]:
+        found.append(
+            f"In {count} of {report['summary']['pairs']} runs a text mostly repeats itself; "
+            "these runs count in no speed-up."
+        )
     if report["partial"]:
         found.append(
             f"Partial: the run was interrupted after {report['summary']['pairs']} of "
@@ -204,6 +211,10 @@ def _identical(numbers: dict[str, Any]) -> str:
         text += f", token {agreement['first_difference']}"
         text += "" if gap is None else f", {gap:.2g} apart"
     return text
+
+
+def _repetitive(numbers: dict[str, Any]) -> str:
+    return f"{numbers['degenerate']} of {numbers['pairs']}"
 
 
 def _times(value: float | None) -> str:
