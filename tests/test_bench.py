@@ -42,6 +42,27 @@ def test_every_number_is_what_it_is_called() -> None:
     assert found["refused"] is None
 
 
+def test_what_is_told_of_one_side_is_told_of_dflash() -> None:
+    """Every number of plain decoding is another one, and so are the texts."""
+    loop, texts = [7] * 8, ([1, 2, 3, 4, 3, 4, 5, 6], [*range(9), 0], [*range(8)])
+    pairs = [
+        Pair(
+            f"q{n}", made(4.0, loop, prefill=5.0, peak=9.0),
+            made(2.0, text, prefill=2.0 + n, peak=0.5 + n), made(4.0, loop, prefill=7.0, peak=8.0),
+            True, 16,
+        )
+        for n, text in enumerate(texts)
+    ]  # fmt: skip
+    found = measure.summarise(pairs)
+    assert found["prefill_tps"] == pytest.approx(20 / 3)
+    assert found["ttft_seconds"] == 3
+    assert found["peak_memory_gb"] == 2.5
+    assert found["longest_repetition"] == 4
+    assert found["distinct_share"] == 0.9  # the middle one of 0.75, 0.9 and 1
+    assert found["latency_p50"] == 5
+    assert found["tokens"] == 26
+
+
 def test_a_median_of_ratios_is_not_a_ratio_of_medians() -> None:
     pairs = [pair(1.0, 4.0, 4.0), pair(8.0, 8.0, 8.0), pair(3.0, 2.0, 2.0)]
     assert measure.summarise(pairs)["speedup_generation"] == 1

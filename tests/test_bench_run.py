@@ -345,19 +345,6 @@ def test_mlx_lm_runs_the_same_weights(row_invariant_blas, tiny) -> None:
         MlxLm(tiny, {"model_type": "nothing"})
 
 
-def test_every_list_of_prompts_is_warmed_up_once(tiny, monkeypatch) -> None:
-    warmed, pair = [], object()
-    monkeypatch.setattr(
-        Player, "_warm_up", lambda self, question, settings: warmed.append(question)
-    )
-    monkeypatch.setattr(Player, "_pair", lambda self, question, *rest, **options: pair)
-    player, some, others = Player(tiny), [question("a"), question("b")], [question("c")]
-    for questions, temperature in ((some, 0.0), (some, 1.0), (others, 0.0)):
-        played = list(player.play(questions, Settings(temperature=temperature, repeats=2)))
-        assert played == [pair] * 2 * len(questions)
-    assert warmed == [some[0], others[0]]
-
-
 def test_the_drafters_share_is_of_both_halves(tiny, monkeypatch) -> None:
     spans = iter([(9.0, 1.0), (1.0, 3.0), (2.0, 2.0), (1.0, 3.0), (1.0, 9.0), (1.0, 3.0)])
 
