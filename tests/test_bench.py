@@ -124,6 +124,13 @@ def test_repeats_are_pairs_and_sampled_texts_are_compared_by_the_token() -> None
     assert measure.summarise([short])["speedup_total"] == pytest.approx((6 / 9) / (3 / 4))
 
 
+def test_the_histogram_has_a_row() -> None:
+    """Cycles that accepted 0, 1, 2 and 3 drafts, of a pair with one of 3, of 0 and of 1 each."""
+    shown = document(pair())
+    assert ["cycles by drafts accepted", "1 1 0 1"] in report.rows(shown)
+    assert "| cycles by drafts accepted | 1 1 0 1 |" in report.markdown(shown)
+
+
 def test_columns_are_cut_to_the_terminal() -> None:
     shown = document(pair(), by_context={"1k": measure.summarise([pair()])})
     whole = report.rows(shown)

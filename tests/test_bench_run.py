@@ -161,6 +161,10 @@ def test_a_whole_run_is_told_and_kept(whole: Whole) -> None:
     assert sentence in whole.err
     assert sentence in whole.notes
     assert sentence in whole.page
+    sentence = "Only first turns are run: 1 of the 2 prompts of own came with more."
+    assert sentence in whole.found["notes"]
+    assert sentence in whole.err
+    assert len(whole.found["notes"]) == 3  # two lengths have too few prompts
     assert "own 90 temp 1: 2 of 2" in whole.err
     assert "| prompts | 2 | 2 | 2 | 2 | 2 | 2 | 4 | 4 | 4 |" in whole.notes
     assert whole.page.count("<circle") == 16  # a dot a pair and side
@@ -193,7 +197,7 @@ def test_an_interrupted_run_shows_what_is_done(tiny, monkeypatch, capsys, tmp_pa
     assert found["partial"] is True
     assert list(found["suites"]) == ["mbpp"]
     assert (found["summary"]["prompts"], found["planned_pairs"]) == (1, 4)
-    sentence = "Partial: the run was interrupted after 1 of 4 prompts"
+    sentence = "Partial: the benchmark ended early, after 1 of 4 runs;"
     assert sentence in err
     assert sentence in html.read_text()
     assert [line.split()[1:] for line in err.splitlines() if line.startswith("prompts")] == [["1"]]

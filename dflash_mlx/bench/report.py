@@ -64,8 +64,8 @@ def remarks(report: dict[str, Any]) -> list[str]:
         )
     if report["partial"]:
         found.append(
-            f"Partial: the run was interrupted after {report['summary']['pairs']} of "
-            f"{report['planned_pairs']} prompts; these are the ones done until then."
+            f"Partial: the benchmark ended early, after {report['summary']['pairs']} of "
+            f"{report['planned_pairs']} runs; these are the ones done until then."
         )
     return found
 
@@ -153,6 +153,7 @@ def _lines(with_prefill: bool) -> list[tuple[str, Callable[[dict[str, Any]], str
         ("tokens per cycle", lambda n: _number(n["tokens_per_cycle"], 2)),
         ("cycle in plain steps", lambda n: _number(n["cycle_cost"], 2)),
         ("drafter's share of a cycle", lambda n: _number(n["drafter_share"], 2)),
+        ("cycles by drafts accepted", lambda n: " ".join(map(str, n["accept_histogram"]))),
         ("accepted by position %", _by_position),
         ("identical texts", _identical),
         ("longest repetition", lambda n: str(n["longest_repetition"])),
