@@ -9,10 +9,17 @@ from dflash_mlx.decode.stats import GenerationStats
 TEXT = list(range(9))
 
 
-def made(seconds: float, tokens: list[int] = TEXT, accepted: tuple[int, ...] = ()) -> Run:
+def made(
+    seconds: float,
+    tokens: list[int] = TEXT,
+    accepted: tuple[int, ...] = (),
+    *,
+    prefill: float = 2.0,
+    peak: float = 0.5,
+) -> Run:
     stats = GenerationStats(
-        prompt_tokens=20, prefill_seconds=2.0, generation_seconds=seconds,
-        total_seconds=2.0 + seconds, generation_tokens=len(tokens), peak_memory_gb=0.5,
+        prompt_tokens=20, prefill_seconds=prefill, generation_seconds=seconds,
+        total_seconds=prefill + seconds, generation_tokens=len(tokens), peak_memory_gb=peak,
     )  # fmt: skip
     for count in accepted:
         stats.count_cycle(3, count, count + 1)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import time
 
+import numpy as np
 import pytest
 from bench_reports import TEXT, document, made, pair, same
 
 from dflash_mlx.bench import compare, measure, report
 from dflash_mlx.bench.compare import Difference
 from dflash_mlx.bench.measure import Pair
+from dflash_mlx.bench.page import page
 
 
 def test_every_number_is_what_it_is_called() -> None:
@@ -37,6 +40,27 @@ def test_every_number_is_what_it_is_called() -> None:
     assert set(agreement.values()) == {None}
     assert found["peak_memory_gb"] == 0.5
     assert found["refused"] is None
+
+
+def test_what_is_told_of_one_side_is_told_of_dflash() -> None:
+    """Every number of plain decoding is another one, and so are the texts."""
+    loop, texts = [7] * 8, ([1, 2, 3, 4, 3, 4, 5, 6], [*range(9), 0], [*range(8)])
+    pairs = [
+        Pair(
+            f"q{n}", made(4.0, loop, prefill=5.0, peak=9.0),
+            made(2.0, text, prefill=2.0 + n, peak=0.5 + n), made(4.0, loop, prefill=7.0, peak=8.0),
+            True, 16,
+        )
+        for n, text in enumerate(texts)
+    ]  # fmt: skip
+    found = measure.summarise(pairs)
+    assert found["prefill_tps"] == pytest.approx(20 / 3)
+    assert found["ttft_seconds"] == 3
+    assert found["peak_memory_gb"] == 2.5
+    assert found["longest_repetition"] == 4
+    assert found["distinct_share"] == 0.9  # the middle one of 0.75, 0.9 and 1
+    assert found["latency_p50"] == 5
+    assert found["tokens"] == 26
 
 
 def test_a_median_of_ratios_is_not_a_ratio_of_medians() -> None:
@@ -100,6 +124,13 @@ def test_repeats_are_pairs_and_sampled_texts_are_compared_by_the_token() -> None
     assert measure.summarise([short])["speedup_total"] == pytest.approx((6 / 9) / (3 / 4))
 
 
+def test_the_histogram_has_a_row() -> None:
+    """Cycles that accepted 0, 1, 2 and 3 drafts, of a pair with one of 3, of 0 and of 1 each."""
+    shown = document(pair())
+    assert ["cycles by drafts accepted", "1 1 0 1"] in report.rows(shown)
+    assert "| cycles by drafts accepted | 1 1 0 1 |" in report.markdown(shown)
+
+
 def test_columns_are_cut_to_the_terminal() -> None:
     shown = document(pair(), by_context={"1k": measure.summarise([pair()])})
     whole = report.rows(shown)
@@ -119,11 +150,76 @@ def test_repetition_is_counted_over_all_copies() -> None:
     assert measure.longest_repetition([7, 1, 2, 1, 2, 1, 2, 9]) == 6
     assert measure.longest_repetition([5, 5, 5]) == 3
     assert measure.longest_repetition([4, 1, 2, 3, 1, 2, 3]) == 6  # twice is a repetition
-    assert measure.degenerate([1, 2, 3] * 20)
-    assert not measure.degenerate(list(range(60)))
-    assert not measure.degenerate([1] * 10)  # too short to tell
+    rng = np.random.default_rng(3)
+    for size in (0, 1, 2, 7, 25, 60):
+        for letters in (2, 3, 9):
+            text = rng.integers(0, letters, size).tolist()
+            assert measure.longest_repetition(text) == by_definition(text)
     assert compare.first_difference([1, 2], [1, 2, 3]) == 2
     assert compare.first_difference([1, 2], [1, 2]) is None
+
+
+def by_definition(text: list[int]) -> int:
+    """Every stretch with every period: does it have two copies, and repeat throughout?"""
+    return max(
+        (
+            end - start
+            for start in range(len(text))
+            for end in range(start + 2, len(text) + 1)
+            for period in range(1, (end - start) // 2 + 1)
+            if text[start : end - period] == text[start + period : end]
+        ),
+        default=0,
+    )
+
+
+def test_phrases_of_any_length_are_seen_and_quickly() -> None:
+    phrase = list(range(60))
+    assert measure.longest_repetition(phrase * 3 + phrase[:7]) == 187
+    assert made(2.0, [900, *phrase * 2, 901]).degenerate
+    long = made(2.0, [*range(1000), *range(1000), *range(48)])
+    start = time.process_time()
+    assert (long.longest_repetition, long.degenerate) == (2048, True)
+    assert time.process_time() - start < 1  # 0.02 s
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([1, 2, 3] * 20, True),
+        ([*range(60)], False),
+        ([1, 2] * 8, True),
+        ([1] * 15, False),  # too short to tell
+        ([*range(8)] + [9] * 8, False),  # half of it is not most of it
+        ([*range(7)] + [9] * 9, True),
+        ([0, 1, 1, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0], True),
+    ],
+)
+def test_a_text_is_degenerate_by_its_repetition_or_by_few_tokens(
+    text: list[int], expected: bool
+) -> None:
+    assert made(2.0, text).degenerate is expected
+
+
+def test_degenerate_pairs_are_counted_and_make_no_speed_up() -> None:
+    loop = [1, 2] * 10
+    fast = Pair("loop", made(4.0, loop), made(0.5, loop), made(4.0, loop), True, 20,
+                rival=made(4.0, loop))  # fmt: skip
+    pairs = [*(pair(2.0, name=f"q{n}", rival=made(4.0)) for n in range(3)), fast]
+    found = measure.summarise(pairs)
+    assert (found["degenerate"], found["pairs"], found["refused"]) == (1, 4, None)
+    alone = measure.summarise(pairs[:3])
+    for name in ("speedup_generation", "speedup_total"):
+        assert found[name] == alone[name]
+    shown = document(*pairs)
+    assert ["repetitive texts", "1 of 4"] in report.rows(shown)
+    sentence = "In 1 of 4 runs a text mostly repeats itself; these runs count in no speed-up."
+    for text in (report.markdown(shown), page(shown)):
+        assert sentence in text
+        assert "repetitive texts" in text
+    assert "repetitive" not in report.markdown(document(*pairs[:3]))
+    even = [*pairs[:3], fast, fast]
+    assert measure.summarise(even)["refused"] == "2 of 5 texts repeat themselves"
 
 
 def test_names_cannot_end_a_cell_of_the_markdown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -59,6 +60,24 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours written as rgb(r, g, b), as WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        shares = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+        assert len(shares) == 3, colour
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_contrast_is_that_of_the_definition() -> None:
+    assert contrast("rgb(0, 0, 0)", "rgb(255, 255, 255)") == pytest.approx(21)
+    assert contrast("rgb(119, 119, 119)", "rgb(255, 255, 255)") == pytest.approx(4.48, abs=0.01)
+
+
 @pytest.mark.parametrize("width", [400, 1200])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_shows_it(
@@ -90,7 +109,7 @@ def test_a_browser_shows_it(
         assert seen_width >= min(width, 440) * 0.8
         assert height >= 150
         assert marks > 0
-    # Every text of a plot lies within the plot, and its colour is not the ground's.
+    # Every text of a plot lies within the plot, and stands out from the ground (WCAG 2, AA).
     outside = browser.evaluate(
         "[...document.querySelectorAll('svg text')].filter(t => {const a = "
         "t.getBoundingClientRect(), b = t.closest('svg').getBoundingClientRect(); return a.left < "
@@ -100,6 +119,11 @@ def test_a_browser_shows_it(
     assert outside == []
     ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(21, 24, 29)" if dark else "rgb(255, 255, 255)")
+    fills = browser.evaluate(
+        "[...document.querySelectorAll('svg text')].map(t => getComputedStyle(t).fill)"
+    )
+    assert fills
+    assert all(contrast(fill, ground) >= 4.5 for fill in set(fills)), set(fills)
 
 
 def test_the_browser_would_see_faults(browser: Browser, tmp_path: Path) -> None:

@@ -161,6 +161,10 @@ def test_a_whole_run_is_told_and_kept(whole: Whole) -> None:
     assert sentence in whole.err
     assert sentence in whole.notes
     assert sentence in whole.page
+    sentence = "Only first turns are run: 1 of the 2 prompts of own came with more."
+    assert sentence in whole.found["notes"]
+    assert sentence in whole.err
+    assert len(whole.found["notes"]) == 3  # two lengths have too few prompts
     assert "own 90 temp 1: 2 of 2" in whole.err
     assert "| prompts | 2 | 2 | 2 | 2 | 2 | 2 | 4 | 4 | 4 |" in whole.notes
     assert whole.page.count("<circle") == 16  # a dot a pair and side
@@ -193,7 +197,7 @@ def test_an_interrupted_run_shows_what_is_done(tiny, monkeypatch, capsys, tmp_pa
     assert found["partial"] is True
     assert list(found["suites"]) == ["mbpp"]
     assert (found["summary"]["prompts"], found["planned_pairs"]) == (1, 4)
-    sentence = "Partial: the run was interrupted after 1 of 4 prompts"
+    sentence = "Partial: the benchmark ended early, after 1 of 4 runs;"
     assert sentence in err
     assert sentence in html.read_text()
     assert [line.split()[1:] for line in err.splitlines() if line.startswith("prompts")] == [["1"]]
@@ -343,19 +347,6 @@ def test_mlx_lm_runs_the_same_weights(row_invariant_blas, tiny) -> None:
     assert [row[1] for row in table if row[0] == "mlx-lm texts as plain's"] == ["1 of 1"]
     with pytest.raises(UsageError, match="mlx-lm cannot run"):
         MlxLm(tiny, {"model_type": "nothing"})
-
-
-def test_every_list_of_prompts_is_warmed_up_once(tiny, monkeypatch) -> None:
-    warmed, pair = [], object()
-    monkeypatch.setattr(
-        Player, "_warm_up", lambda self, question, settings: warmed.append(question)
-    )
-    monkeypatch.setattr(Player, "_pair", lambda self, question, *rest, **options: pair)
-    player, some, others = Player(tiny), [question("a"), question("b")], [question("c")]
-    for questions, temperature in ((some, 0.0), (some, 1.0), (others, 0.0)):
-        played = list(player.play(questions, Settings(temperature=temperature, repeats=2)))
-        assert played == [pair] * 2 * len(questions)
-    assert warmed == [some[0], others[0]]
 
 
 def test_the_drafters_share_is_of_both_halves(tiny, monkeypatch) -> None:

@@ -202,6 +202,23 @@ def test_without_haste_every_number_of_rows_is_timed_and_the_head_too(pair, monk
     assert costs.head == HeadCost(48, 12, {1: 0, 4: 0})
 
 
+@pytest.mark.parametrize("block", [6, 8, 11, 16])
+def test_rows_are_measured_on_both_sides_of_a_change_of_kernels(pair, monkeypatch, block) -> None:
+    """Limits of MLX's quantized matrix-vector kernels: each is the first row of the other one."""
+    limits = {6, 10, 12, 13, 14, 15}
+    bench = calibrating._Bench(*pair, lambda: 0.0, 1.0)
+    for name in ("_plain", "_cycle", "_drafting"):
+        monkeypatch.setattr(bench, name, lambda *_: 1.0)
+    rows = {drafts + 1 for drafts in bench.measure(64, block).cycles}
+    assert {2, block} <= rows
+    assert max(rows) == block
+    assert {row for limit in limits for row in (limit - 1, limit) if row <= block} <= rows
+    late = calibrating._Bench(*pair, lambda: 2.0, 1.0)  # the time is up
+    for name in ("_plain", "_cycle", "_drafting"):
+        monkeypatch.setattr(late, name, lambda *_: 1.0)
+    assert set(late.measure(64, block).cycles) == {1, block - 1}
+
+
 def test_plain_steps_are_timed_as_the_loop_runs_them(pair, monkeypatch) -> None:
     """Each is launched before the one ahead of it is read, and its features are tapped."""
     target, drafter = pair
@@ -297,12 +314,21 @@ def command(*arguments: str) -> int:
 def test_the_command_measures_and_names_the_costs(pair, tmp_path, monkeypatch, capsys) -> None:
     target, drafter = pair
     made = tiny_engine(tmp_path, target=target, drafter=drafter, block_size="auto")
-    monkeypatch.setattr(engine, "load", lambda name, **options: made)
+    loaded = []
+    monkeypatch.setattr(engine, "load", lambda name, **options: loaded.append(options) or made)
     assert command("calibrate", "m", "--seconds", "0.01", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert Costs.from_json(found).digest == found["calibration"]
     assert found["calibration"] == made.calibrate().digest
     assert rows_of(DEAR.to_json()["measured"])[1] == ["64", "1000.00", "0.50", "1.60", "3.00"]
+    assert command("calibrate", "m", "--seconds", "0.01", "--draft-bits", "4", "--exact") == 0
+    assert loaded == [
+        {"draft": "auto", "draft_bits": None, "exact": False, "dtype": "auto"},
+        {"draft": "auto", "draft_bits": 4, "exact": True, "dtype": "auto"},
+    ]
+    capsys.readouterr()
+    assert command("calibrate", "m", "--draft-bits", "5") == 2
+    assert "--draft-bits is 5" in capsys.readouterr().err
     assert command("calibrate", "m", "--seconds", "0") == 2
     assert "--seconds is 0.0" in capsys.readouterr().err
 

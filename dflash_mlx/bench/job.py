@@ -74,6 +74,42 @@ def shortfalls(found: Sequence[Group], plan: Plan) -> list[str]:
     ]
 
 
+def beyond_costs(engine: Engine, found: Sequence[Group], plan: Plan) -> list[str]:
+    """A sentence where the costs behind the chosen blocks end before the longest prompts with a
+    document do; they are measured now where none are stored."""
+    if not engine.automatic:
+        return []
+    thinking = plan.settings.thinking
+    documents = {id(g.questions): g.questions for g in found}.values()
+    longest = max(
+        (
+            len(engine.prompt(question.prompt, thinking, None).ids)
+            for questions in documents
+            for question in questions
+            if question.document is not None
+        ),
+        default=0,
+    )
+    covered = engine.calibrate().measured[-1].context
+    if longest <= covered:
+        return []
+    return [
+        f"What a cycle costs is measured up to a context of {covered} tokens here; for prompts of "
+        f"up to {longest} it is taken as there. `dflash-mlx calibrate --seconds 120`, or longer, "
+        "measures longer contexts."
+    ]
+
+
+def first_turns(loaded: Mapping[str, Loaded]) -> list[str]:
+    """A sentence about every file of prompts of which some turns are not run."""
+    return [
+        f"Only first turns are run: {source.further} of the {len(source.questions)} prompts of "
+        f"{name} came with more."
+        for name, source in loaded.items()
+        if source.further
+    ]
+
+
 def run(player: Player, found: Sequence[Group]) -> Iterator[Group]:
     """Run group by group; a group is yielded whenever it has another pair."""
     for group in found:

@@ -10,13 +10,15 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from dflash_mlx.bench.compare import Difference
 
-#: texts from this length on are looked at for repetition
-LONG_ENOUGH = 32
-LONGEST_PERIOD = 32
+#: texts of fewer tokens are too short to call degenerate
+LONG_ENOUGH = 16
 #: shares of repeated and of distinct tokens beyond which a text is degenerate
 MOST_REPEATED, LEAST_DISTINCT = 0.5, 0.1
 #: share of degenerate texts, and of drift of plain against itself, beyond which no speed is named
@@ -33,6 +35,19 @@ class Run:
     @property
     def rate(self) -> float | None:
         return self.stats["generation_tps"]
+
+    @cached_property
+    def longest_repetition(self) -> int:
+        return longest_repetition(self.tokens)
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether the text mostly repeats itself: such a text says nothing about drafting."""
+        count = len(self.tokens)
+        if count < LONG_ENOUGH:
+            return False
+        distinct = len(set(self.tokens)) / count
+        return self.longest_repetition > MOST_REPEATED * count or distinct < LEAST_DISTINCT
 
 
 @dataclass(frozen=True)
@@ -54,28 +69,25 @@ class Pair:
     drafter_share: float | None = None
     rival: Run | None = None
 
+    @property
+    def degenerate(self) -> bool:
+        return self.plain.degenerate or self.dflash.degenerate
+
 
 def longest_repetition(tokens: Sequence[int]) -> int:
-    """Tokens of the longest stretch that repeats a phrase of up to 32 tokens, all copies counted.
+    """Tokens of the longest stretch that repeats one phrase directly, all copies counted.
 
-    0 where nothing repeats.
+    A last copy may be cut short. 0 where nothing repeats.
     """
-    longest = 0
-    for period in range(1, min(LONGEST_PERIOD, len(tokens) // 2) + 1):
-        equal = 0
-        for index in range(period, len(tokens)):
-            equal = equal + 1 if tokens[index] == tokens[index - period] else 0
-            if equal >= period:
-                longest = max(longest, equal + period)
+    text, longest = np.asarray(tokens, np.int64), 0
+    for period in range(1, len(text) // 2 + 1):
+        # Within a stretch each token equals the one a period before it.
+        breaks = np.flatnonzero(text[period:] != text[:-period])
+        bounds = np.concatenate(([-1], breaks, [len(text) - period]))
+        equal = int(np.diff(bounds).max()) - 1
+        if equal >= period:
+            longest = max(longest, equal + period)
     return longest
-
-
-def degenerate(tokens: Sequence[int]) -> bool:
-    """Whether a text mostly repeats itself: such a text says nothing about drafting."""
-    if len(tokens) < LONG_ENOUGH:
-        return False
-    distinct = len(set(tokens)) / len(tokens)
-    return longest_repetition(tokens) > MOST_REPEATED * len(tokens) or distinct < LEAST_DISTINCT
 
 
 def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -88,9 +100,10 @@ def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
     rivals = {"mlx_lm": _against_rival(pairs)} if any(p.rival for p in pairs) else {}
     if rivals and refused:
         rivals["mlx_lm"]["dflash_against_it"] = None
+    sound = [p for p in pairs if not p.degenerate]
     faster = {
-        "speedup_generation": _median(_ratio(p.dflash.rate, _mean_rate(p)) for p in pairs),
-        "speedup_total": _median(_total_ratio(p) for p in pairs),
+        "speedup_generation": _median(_ratio(p.dflash.rate, _mean_rate(p)) for p in sound),
+        "speedup_total": _median(_total_ratio(p) for p in sound),
     }
     return {
         "prompts": len({p.name for p in pairs}),
@@ -117,7 +130,8 @@ def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
         "cycle_cost": _median(_cycle_cost(p) for p in pairs),
         "drafter_share": _median(p.drafter_share for p in pairs),
         "agreement": _agreement(pairs),
-        "longest_repetition": max((longest_repetition(r.tokens) for r in dflash), default=0),
+        "degenerate": len(pairs) - len(sound),
+        "longest_repetition": max((r.longest_repetition for r in dflash), default=0),
         "distinct_share": _median(len(set(r.tokens)) / len(r.tokens) for r in dflash if r.tokens),
         "answer_tokens": {
             "asked": max((p.asked for p in pairs), default=None),
@@ -168,7 +182,7 @@ def refusal(pairs: Sequence[Pair]) -> str | None:
             f"plain and DFlash texts of {len(wrong)} of {len(pairs)} runs differ {how}, "
             f"most in {name} at token {worst.token}, {of}"
         )
-    count = sum(degenerate(p.plain.tokens) or degenerate(p.dflash.tokens) for p in pairs)
+    count = sum(p.degenerate for p in pairs)
     if count > MOST_DEGENERATE * len(pairs):
         return f"{count} of {len(pairs)} texts repeat themselves"
     itself = _median(_ratio(p.plain.rate, p.again.rate) for p in pairs)
@@ -210,7 +224,9 @@ def _against_rival(pairs: Sequence[Pair]) -> dict[str, Any]:
         "generation_tps": _median(rival.rate for _, rival in met),
         "prefill_tps": _median(rival.stats["prefill_tps"] for _, rival in met),
         "plain_against_it": _median(_ratio(_mean_rate(p), rival.rate) for p, rival in met),
-        "dflash_against_it": _median(_ratio(p.dflash.rate, rival.rate) for p, rival in met),
+        "dflash_against_it": _median(
+            _ratio(p.dflash.rate, rival.rate) for p, rival in met if not p.degenerate
+        ),
         "greedy": sum(p.greedy for p, _ in met),
         "identical_to_plain": sum(p.plain.tokens == rival.tokens for p, rival in met if p.greedy),
     }

@@ -23,7 +23,10 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run. thinking: the template's switch; cool_down: seconds of rest before each run."""
+    """How to run. thinking: the template's switch; cool_down: seconds of rest before each run.
+
+    seed: greedy runs have it too: it keeps the costs behind the chosen blocks as they are stored.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -31,6 +34,9 @@ class Settings:
     repeats: int = 1
     cool_down: float = 0.0
     thinking: bool | None = None
+
+    def sampling(self, repeat: int = 0) -> SamplingParams:
+        return SamplingParams(self.temperature, seed=self.seed + repeat)
 
 
 def plain_side(engine: Engine) -> Engine:
@@ -67,7 +73,11 @@ def check(engine: Engine, questions: Sequence[Question], settings: Settings) -> 
 
 
 class Player:
-    """The sides that run against each other, warmed up at the first of every list of prompts."""
+    """The sides that run against each other.
+
+    They are warmed up for every list of prompts, whose length brings its own shapes to compile,
+    and for every temperature, since sampling runs what greedy decoding does not.
+    """
 
     def __init__(
         self,
@@ -76,22 +86,29 @@ class Player:
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
         self._engine, self._plain, self._rival, self._rest = engine, plain_side(engine), rival, rest
-        self._warm_for: Sequence[Question] | None = None
+        self._warm_for: tuple[Sequence[Question], float] | None = None
 
     def play(self, questions: Sequence[Question], settings: Settings) -> Iterator[Pair]:
         """A pair a prompt and repeat; the first one knows the drafter's share of a cycle."""
-        if self._warm_for is not questions:  # another length, so other shapes to compile
+        warm = self._warm_for
+        if warm is None or warm[0] is not questions or warm[1] != settings.temperature:
             self._warm_up(questions[0], settings)
-            self._warm_for = questions
+            self._warm_for = questions, settings.temperature
         for repeat in range(settings.repeats):
             for number, question in enumerate(questions):
                 yield self._pair(question, settings, repeat, share=not repeat and not number)
 
     def _warm_up(self, question: Question, settings: Settings) -> None:
         for side in (self._plain, self._engine):
-            side.generate(question.prompt, max_tokens=WARM_UP_TOKENS, thinking=settings.thinking)
+            side.generate(
+                question.prompt,
+                max_tokens=WARM_UP_TOKENS,
+                sampling=settings.sampling(),
+                thinking=settings.thinking,
+            )
         if self._rival is not None:
-            self._rival.run(self._ids(question, settings), WARM_UP_TOKENS, 0.0, 0)
+            ids = self._ids(question, settings)
+            self._rival.run(ids, WARM_UP_TOKENS, settings.temperature, settings.seed)
 
     def _ids(self, question: Question, settings: Settings) -> list[int]:
         return self._engine.prompt(question.prompt, settings.thinking, None).ids
@@ -121,13 +138,10 @@ class Player:
 
     def _run(self, side: Engine, question: Question, settings: Settings, repeat: int) -> Run:
         self._rest(settings.cool_down)
-        sampling = SamplingParams()
-        if settings.temperature:
-            sampling = SamplingParams(settings.temperature, seed=settings.seed + repeat)
         done = side.generate(
             question.prompt,
             max_tokens=settings.max_tokens,
-            sampling=sampling,
+            sampling=settings.sampling(repeat),
             thinking=settings.thinking,
         )
         return Run(done.token_ids, done.stats.to_json())

@@ -48,20 +48,22 @@ class Question:
 class Loaded:
     """Questions in the order in which they are taken, and where they are from.
 
-    revision: the commit of a hub's data set.
+    revision: the commit of a hub's data set. further: prompts whose turns behind the first one
+    are left out.
     """
 
     questions: list[Question]
     source: str
     revision: str | None = None
     documents: bool = False
+    further: int = 0
 
 
 def from_file(file: Path) -> Loaded:
     """All prompts of a file as `dflash-mlx train` reads it, equal ones too; errors name lines."""
     prompts = read_prompts([file], repeats=True)
     questions = [Question(prompt.name, prompt.messages) for prompt in prompts]
-    return Loaded(questions, str(file))
+    return Loaded(questions, str(file), further=sum(bool(p.further) for p in prompts))
 
 
 def load(name: str, wanted: int, data: str | None) -> Loaded:

@@ -29,6 +29,8 @@ def rows(report: dict[str, Any], *, with_prefill: bool = True) -> Table:
     table = [["", *found]]
     for label, show in _lines(with_prefill):
         table.append([label, *(show(numbers) for numbers in found.values())])
+    if report["summary"]["degenerate"]:
+        table.append(["repetitive texts", *(_repetitive(n) for n in found.values())])
     if "mlx_lm" in report["summary"]:
         table += [[label, *(show(n) for n in found.values())] for label, show in _RIVAL_LINES]
     return table
@@ -55,10 +57,15 @@ def remarks(report: dict[str, Any]) -> list[str]:
     for name, numbers in columns(report).items():
         if numbers["refused"]:
             found.append(f"No speed-up is claimed for {name}: {numbers['refused']}.")
+    if count := report["summary"]["degenerate"]:
+        found.append(
+            f"In {count} of {report['summary']['pairs']} runs a text mostly repeats itself; "
+            "these runs count in no speed-up."
+        )
     if report["partial"]:
         found.append(
-            f"Partial: the run was interrupted after {report['summary']['pairs']} of "
-            f"{report['planned_pairs']} prompts; these are the ones done until then."
+            f"Partial: the benchmark ended early, after {report['summary']['pairs']} of "
+            f"{report['planned_pairs']} runs; these are the ones done until then."
         )
     return found
 
@@ -146,6 +153,7 @@ def _lines(with_prefill: bool) -> list[tuple[str, Callable[[dict[str, Any]], str
         ("tokens per cycle", lambda n: _number(n["tokens_per_cycle"], 2)),
         ("cycle in plain steps", lambda n: _number(n["cycle_cost"], 2)),
         ("drafter's share of a cycle", lambda n: _number(n["drafter_share"], 2)),
+        ("cycles by drafts accepted", lambda n: " ".join(map(str, n["accept_histogram"]))),
         ("accepted by position %", _by_position),
         ("identical texts", _identical),
         ("longest repetition", lambda n: str(n["longest_repetition"])),
@@ -204,6 +212,10 @@ def _identical(numbers: dict[str, Any]) -> str:
         text += f", token {agreement['first_difference']}"
         text += "" if gap is None else f", {gap:.2g} apart"
     return text
+
+
+def _repetitive(numbers: dict[str, Any]) -> str:
+    return f"{numbers['degenerate']} of {numbers['pairs']}"
 
 
 def _times(value: float | None) -> str:

@@ -132,7 +132,8 @@ def bench(
     engine = engines.load(model, draft=draft or "auto", dtype=dtype, block_size=block, exact=exact)
     plan = job.Plan(settings, temperatures, lengths, wanted)
     groups = job.groups(engine, loaded, plan)
-    notes = job.shortfalls(groups, plan)
+    notes = job.shortfalls(groups, plan) + job.first_turns(loaded)
+    notes += job.beyond_costs(engine, groups, plan)
     for sentence in notes:
         console.say(sentence)
     player = play.Player(engine, _rival(engine) if against else None)

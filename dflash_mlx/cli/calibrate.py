@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_mlx.cli import console
-from dflash_mlx.cli.chat import DTYPES, Dtype, Model
+from dflash_mlx.cli.chat import DTYPES, DraftBits, Dtype, Exact, Model, check_draft_bits
 from dflash_mlx.errors import UsageError
 
 
@@ -19,20 +19,27 @@ def calibrate(
         str | None,
         console.option("The drafter.", "--draft", metavar="REPO_OR_FOLDER"),
     ] = None,
+    draft_bits: DraftBits = None,
+    exact: Exact = False,
     dtype: Dtype = "auto",
     seconds: Annotated[
         float, typer.Option("--seconds", help="About how long; longer reaches longer contexts.")
     ] = 20.0,
     as_json: Annotated[bool, console.option("Print one JSON document.", "--json")] = False,
 ) -> None:
-    """Measure the cost of drafting and verifying here, and keep it."""
+    """Measure the cost of drafting and verifying here, and keep it: for answers with the same
+    drafter, --draft-bits, --exact and --dtype.
+    """
     if not 0 < seconds < float("inf"):
         raise UsageError(f"--seconds is {seconds}. Give a number above 0.")
+    check_draft_bits(draft_bits)
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
     from dflash_mlx import engine as engines
 
-    engine = engines.load(model, draft=draft or "auto", dtype=dtype)
+    engine = engines.load(
+        model, draft=draft or "auto", draft_bits=draft_bits, exact=exact, dtype=dtype
+    )
     costs = engine.calibrate(seconds, anew=True)
     console.Warnings().show(engine.warnings)
     if as_json:

@@ -195,12 +195,16 @@ def _check_loading(
         raise UsageError("--draft-bits needs a drafter, and --no-draft forbids one. Leave one out.")
     if draft is not None and not draft.strip():
         raise UsageError("--draft is empty. Name a hub repo or a folder.")
-    if draft_bits is not None and draft_bits not in DRAFT_BITS:
-        raise UsageError(f"--draft-bits is {draft_bits}. A drafter can be quantized to 4 or 8.")
+    check_draft_bits(draft_bits)
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
     if max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}. Give a whole number above 0.")
+
+
+def check_draft_bits(draft_bits: int | None) -> None:
+    if draft_bits is not None and draft_bits not in DRAFT_BITS:
+        raise UsageError(f"--draft-bits is {draft_bits}. A drafter can be quantized to 4 or 8.")
 
 
 def _sampling(given: dict[str, Any]) -> SamplingParams:

@@ -26,8 +26,10 @@ from dflash_mlx.segment import Segment
 FIRST_CONTEXT, CHUNK = 64, 512
 #: steps timed of a kind, behind one that compiles and warms up
 REPEATS = 3
-#: rows of which a cycle is measured: denser where matrix kernels change with the rows
-ROWS = (2, 3, 4, 6, 8, 10, 12, 13, 14, 16, 20, 24, 32)
+#: Rows of which a cycle is measured. MLX's quantized products change their kernel at 6, 10, 12, 13,
+#: 14, 15 or 18 rows and beyond, by GPU and size; a step lies between the last row below and the
+#: first one there, so both are measured up to 16, or a line would hide which of them pays.
+ROWS = (2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 20, 24, 32)
 
 Clock = Callable[[], float]
 
@@ -51,7 +53,7 @@ def calibrate(
     with guard():
         bench = _Bench(target, drafter, clock, began + seconds)
     context, found, head = FIRST_CONTEXT, [], None
-    kinds = len(ROWS) + 4
+    kinds = sum(rows < block_size for rows in ROWS) + 5
     grown = kinds * (REPEATS + 2)  # rows that measuring needs
     while not found or context + grown + block_size <= target.context_length:
         start = clock()
