@@ -297,7 +297,10 @@ class Engine:
         if self._pacing.automatic:
             self.calibrate()  # here, or a first answer's clock would count the measuring
         stats = stats if stats is not None else self.new_stats()
-        if idle := params.without_effect():
+        idle = params.without_effect()
+        if self._pacing.automatic and params.seed is not None and params.greedy:
+            idle.remove("seed")  # it keeps the costs behind the chosen blocks as they are stored
+        if idle:
             stats.warn(
                 f"Without effect at temperature 0, where decoding is greedy: {', '.join(idle)}. "
                 "Set a temperature too."

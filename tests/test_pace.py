@@ -298,6 +298,9 @@ def test_an_engine_calibrates_at_its_first_use_and_a_seed_freezes(pair, tmp_path
     fixed = tiny_engine(tmp_path, target=target, drafter=drafter, block_size=3)
     assert fixed.generate(ids, max_tokens=12).stats.block_policy == "blocks of 3"
     params = SamplingParams(seed=1)
+    for chooser, warned in ((made, False), (fixed, True)):  # the seed freezes what auto goes by
+        warnings = chooser.generate(ids, max_tokens=2, sampling=params).stats.warnings
+        assert any(w.startswith("Without effect") for w in warnings) is warned
     assert made._pacing.pace(params, None)._costs.frozen
     assert not made._pacing.pace(SamplingParams(), None)._costs.frozen
     with pytest.raises(UsageError, match="nothing to calibrate"):
