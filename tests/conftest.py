@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-pytest_plugins = ["engine_fixtures"]
+pytest_plugins = ["engine_fixtures", "metal_budget"]
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and what it starts, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
