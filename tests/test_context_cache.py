@@ -31,10 +31,6 @@ def seen(layer: LayerContext, block: int) -> list[int]:
     return [int(p) for p in keys[0, 0, :, 0].tolist()]
 
 
-def nbytes(layer: LayerContext) -> int:
-    return sum(array.nbytes for array in layer.arrays())
-
-
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 70, 400])
 def test_a_block_sees_its_window_in_temporal_order(window: int | None) -> None:
     cache = ContextCache([window])
@@ -69,14 +65,14 @@ def test_windows_stay_bounded_and_full_layers_grow_by_steps() -> None:
         seen(cache[0], 8)
         seen(cache[1], 8)
         mx.eval(cache.arrays())
-        sizes.append(nbytes(cache[0]))
-        full_sizes.add(nbytes(cache[1]))
+        sizes.append(cache[0].nbytes)
+        full_sizes.add(cache[1].nbytes)
     assert len(set(sizes)) == 1
     row = 2 * 2 * 3 * 4  # K and V, heads, head_dim, bytes
     assert sizes[0] == row * (20 - 1 + REWIND_ROWS + SPARE_ROWS)
-    assert nbytes(cache[1]) <= row * (cache.length * 1.25 + 512)
+    assert cache[1].nbytes <= row * (cache.length * 1.25 + 512)
     assert len(full_sizes) < 9
-    assert cache.nbytes == nbytes(cache[0]) + nbytes(cache[1])
+    assert cache.nbytes == cache[0].nbytes + cache[1].nbytes
 
 
 def test_rewind_within_reach() -> None:

@@ -299,9 +299,12 @@ class Recital:
     def __init__(self, ids: list[int]) -> None:
         self._ids = ids
 
-    def run(self, *_: Any) -> Iterator[list[int]]:
+    def run(self, *given: Any) -> Iterator[list[int]]:
+        *_, ends, _, stopped = given
         for start in range(0, len(self._ids), 3):
-            yield self._ids[start : start + 3]
+            step = self._ids[start : start + 3]
+            assert not any(stopped(token) for token in step if token not in ends)
+            yield step
 
 
 @pytest.mark.parametrize("templated", [True, False])

@@ -196,9 +196,9 @@ def test_a_prompts_room_is_given_back_without_many_copies(window: int, monkeypat
     moves: list[int] = []
     moved = context._moved
 
-    def counted(old, like, drop, keep, capacity):
+    def counted(old, like, stay, capacity):
         moves.append(capacity)
-        return moved(old, like, drop, keep, capacity)
+        return moved(old, like, stay, capacity)
 
     monkeypatch.setattr(context, "_moved", counted)
     cache, rows = WindowCache(window), Rows()

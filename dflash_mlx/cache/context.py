@@ -56,6 +56,13 @@ class Held:
         needed = 0 if self.window is None else max(0, length - (self.window - 1))
         return self.start <= needed
 
+    def arrays(self) -> list[mx.array]:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays())
+
     def _admit(self, given: int, rows: int) -> None:
         """`rows` new positions are committed, and the last `given` of them will be written."""
         if given != self.rows_kept(rows):
