@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from metal_cpu import SCHEDULES, Mode
-from metal_kernels import assert_near, exact, kernels_on_cpu, launches, random
+from metal_kernels import (
+    assert_near,
+    exact,
+    kernels_on_cpu,
+    launches,
+    random,
+    single,
+    single_layer,
+)
 from test_kernel_matmul import dense, linear_layer
 
 from dflash_mlx.draft.dflash import rows_of
@@ -107,8 +117,18 @@ def _check(
     with kernels_on_cpu() as made:
         found = _project(fused, heads, rope, position, parts=4 * (rows % 2))
     assert launches(made) == {"head_projection": 1}
-    for got, want, size in zip(found, *reference(fused, heads, rope, position), strict=True):
+    wide = replace(
+        heads,
+        keys=single_layer(heads.keys),
+        values=single_layer(heads.values),
+        head_norms=single(heads.head_norms),
+    )
+    own = (single_layer(norm_of(heads)), wide, rope, position)
+    twin = context_projection(Fused(single(fused), None), *own)
+    wanted = reference(fused, heads, rope, position)
+    for got, same, want, size in zip(found, twin, *wanted, strict=True):
         assert_near(got, want, size)
+        assert_near(same, want, size)
 
 
 # The product itself is rows_matmul's, whose tests have every pair of these.
