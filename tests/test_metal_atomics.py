@@ -145,7 +145,10 @@ def test_gradients_of_sampling_through_mlx(mode: Mode) -> None:
 
     x, grid = _inputs()
     weights = np.random.default_rng(4).standard_normal((2, 3, 5, 37)).astype(np.float32)
-    loss = lambda *given: (sample(*given) * mx.array(weights)).sum()  # noqa: E731
+
+    def loss(*given: mx.array) -> mx.array:
+        return (sample(*given) * mx.array(weights)).sum()
+
     found = mx.grad(loss, argnums=(0, 1))(mx.array(x), mx.array(grid))
     given = (x.astype(np.float64), grid.astype(np.float64))
     for index, got in enumerate(found):

@@ -6,6 +6,7 @@ attention kernel takes the block apart from it: one buffer for all layers of a k
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ REWIND_ROWS = 64
 SPARE_ROWS, SPARE_SHARE = 64, 8  # at least, and one row for so many of the window
 
 
-class Held:
+class Held(ABC):
     """Which context rows a buffer holds, in temporal order, and when it is made anew.
 
     With a `window` W (positions a query sees, itself included) the W-1 rows before the next
@@ -56,8 +57,9 @@ class Held:
         needed = 0 if self.window is None else max(0, length - (self.window - 1))
         return self.start <= needed
 
+    @abstractmethod
     def arrays(self) -> list[mx.array]:
-        raise NotImplementedError
+        """What the buffer consists of; nothing before the first write."""
 
     @property
     def nbytes(self) -> int:

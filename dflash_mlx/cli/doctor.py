@@ -16,7 +16,7 @@ import typer
 
 from dflash_mlx import paths
 from dflash_mlx.cli import console
-from dflash_mlx.cli.chat import DTYPES, Draft, DraftBits, Dtype
+from dflash_mlx.cli.chat import DTYPES, Draft, DraftBits, Dtype, check_draft_bits
 from dflash_mlx.errors import UsageError
 
 # Below this a download of a small model fails half-way.
@@ -37,8 +37,7 @@ def doctor(
     """Tell whether this machine can run; exits with 1 when it cannot."""
     if model is None and (draft is not None or draft_bits is not None or dtype != "auto"):
         raise UsageError("--draft, --draft-bits and --dtype say how MODEL is held. Name it.")
-    if draft_bits not in (None, 4, 8):
-        raise UsageError(f"--draft-bits is {draft_bits}. A drafter can be quantized to 4 or 8.")
+    check_draft_bits(draft_bits)
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
     report = examine(None if model is None else _trial_of(model, draft, draft_bits, dtype))
