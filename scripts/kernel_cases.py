@@ -52,7 +52,7 @@ VERIFIED = (
     ("gate_proj, up_proj", 12288, 4096),
     ("down_proj", 4096, 12288),
 )
-HEAD = ("lm_head of Qwen3-8B", 151936, 4096)
+HEADS = (("lm_head of Qwen3-8B", 151936, 4096), ("lm_head of Qwen3.5-9B", 248320, 4096))
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def verification_cases() -> list[Case]:
         for bits in (4, 8)
         for rows in VERIFIED_ROWS
     ]
-    found += [matmul_case(HEAD[0], rows, *HEAD[1:], 4) for rows in (1, 16)]
+    found += [matmul_case(name, rows, *sizes, 4) for name, *sizes in HEADS for rows in (1, 16)]
     return [*found, matmul_case("gate_proj, up_proj", 16, 12288, 4096, 0)]
 
 

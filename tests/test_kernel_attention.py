@@ -96,6 +96,7 @@ def _check(
     *,
     sinks: bool = False,
     position: int | None = None,
+    exact_rows: bool = False,
 ) -> None:
     queries, before, block = _inputs(heads, kv_heads, dim, rows, context, dtype)
     given: dict[str, Any] = {"scale": dim**-0.5, "sight": sight}
@@ -104,7 +105,8 @@ def _check(
     at = context if position is None else position
     twin = _twin(queries, before, block, position=at, **given)
     with kernels_on_cpu() as made:
-        found = block_attention(queries, Surroundings(before, block), position=at, **given)
+        around = Surroundings(before, block)
+        found = block_attention(queries, around, position=at, exact=exact_rows, **given)
     assert launches(made)["block_attention"] == 1
     want, size = _reference(queries, before, block, **given)
     assert_near(found[0], want, size)
@@ -115,6 +117,15 @@ def _check(
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_each_type_and_head_size(dtype: mx.Dtype, dim: int) -> None:
     _check(4, 2, dim, 5, 43, dtype, sinks=dim == 64)
+
+
+# One row goes to the kernel in exact mode only.
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(("rows", "context"), [(1, 0), (1, 300), (3, 43)])
+def test_rows_in_exact_form(dtype: mx.Dtype, dim: int, rows: int, context: int) -> None:
+    sight = Sight(True, 70) if dim == 128 else CAUSAL
+    _check(4, 2, dim, rows, context, dtype, sight, sinks=dim == 64, exact_rows=True)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +259,7 @@ def test_a_row_has_the_same_bits_at_any_place_of_a_block(
     heads: int, dim: int, window: int | None, type_: mx.Dtype
 ) -> None:
     """Rows decoded one at a time, in blocks of 1 to 16, and behind a context that lost rows."""
-    end, start = 300, 240
+    end = 300
     queries, before, block = _inputs(heads, 1, dim, end, 0, type_)
     del before
     sinks = random((heads,), type_, 6)
@@ -268,13 +279,37 @@ def test_a_row_has_the_same_bits_at_any_place_of_a_block(
         )[0]
 
     with kernels_on_cpu(Mode.FAST):
-        places = range(start, end, 5)
-        single = [rows(at, at + 1, 0) for at in places]
-        for first, count in ((240, 16), (284, 16), *((256 - n // 2, n) for n in range(1, 16))):
+        blocks = [(240, 16), (284, 16), *((256 - n // 2, n) for n in range(1, 16))]
+        alone = {
+            at: rows(at, at + 1, 0)
+            for first, count in blocks
+            for at in {first, first + count // 2, first + count - 1}
+        }
+        for first, count in blocks:
             found = rows(first, first + count, first - window + 1 if window else 0)
-            for at, alone in zip(places, single, strict=True):
-                if first <= at < first + count:
-                    assert mx.array_equal(found[at - first], alone[0])
+            met = [at for at in alone if first <= at < first + count]
+            assert {first, first + count - 1} <= set(met)
+            for at in met:
+                assert mx.array_equal(found[at - first], alone[at][0])
+
+
+def test_a_row_has_the_same_bits_behind_many_splits() -> None:
+    queries, before, block = _inputs(2, 1, 64, 2600, 0, mx.float32)
+    del before
+
+    def rows(first: int, last: int) -> mx.array:
+        context, own = (
+            Rows(*(part[:, :, some] for part in block))
+            for some in (slice(first), slice(first, last))
+        )
+        given: dict[str, Any] = {"scale": 0.125, "sight": CAUSAL, "exact": True}
+        around = Surroundings(context, own)
+        return block_attention(queries[:, :, first:last], around, position=first, **given)[0]
+
+    with kernels_on_cpu(Mode.FAST):
+        found = rows(2552, 2568)  # ten splits end at 2560
+        for at in (2552, 2559, 2560, 2567):
+            assert mx.array_equal(found[at - 2552], rows(at, at + 1)[0])
 
 
 def test_every_schedule_gives_the_same_bits() -> None:

@@ -145,22 +145,38 @@ def single_heads(layer: Layer) -> Layer:
     return wide
 
 
-def _check_block(layer: Layer, rows: int, kind: str, dtype: mx.Dtype = mx.float32) -> None:
+def _check_block(
+    layer: Layer, rows: int, kind: str, dtype: mx.Dtype = mx.float32, *, normed: bool = True
+) -> None:
     dim = layer.k_norm.weight.shape[0]
     rope = rope_of(dim, kind)
     queries = _as_context(layer.q_proj, layer.q_proj, layer.q_norm, layer.heads)
     keys = _as_context(layer.k_proj, layer.v_proj, layer.k_norm, layer.kv_heads)
-    norm = norm_of(queries)
-    x = random((1, rows, norm.weight.shape[0]), dtype, 7)
-    twin = block_projection(single(x), single_layer(norm), single_heads(layer), rope, 40)
+    norm = norm_of(queries) if normed else None
+    x = random((1, rows, dense(layer.q_proj).shape[1]), dtype, 7)
+    wide = None if norm is None else single_layer(norm)
+    twin = block_projection(single(x), wide, single_heads(layer), rope, 40)
     with kernels_on_cpu() as made:
         found = block_projection(x, norm, layer, rope, 40)
     assert launches(made) == {"head_projection": 1}
-    (q, _), (q_size, _) = reference(x, queries, rope, 40)
-    (k, v), sizes = reference(x, keys, rope, 40)
+    (q, _), (q_size, _) = reference(x, queries, rope, 40, normed=normed)
+    (k, v), sizes = reference(x, keys, rope, 40, normed=normed)
     for got, same, want, size in zip(found, twin, (q, k, v), (q_size, *sizes), strict=True):
         assert_near(got, want, size)
         assert_near(same, want, size)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_blocks_and_taps_of_each_group_size(dtype: mx.Dtype, bits: int, group: int) -> None:
+    _check_block(Layer(2, 1, 32, 128, dtype, bits=bits, group=group), 3, "theta", dtype)
+    _check_taps(_taps(2, 3, 128, dtype), 12, dtype, bits, group)
+
+
+def test_taps_of_another_type_than_the_weights() -> None:
+    _check_taps(_taps(2, 5, 64, mx.float16), 12, mx.bfloat16)
+    _check_taps(_taps(2, 5, 64, mx.bfloat16), 12, mx.float32)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), TYPES)
@@ -185,14 +201,10 @@ def test_blocks_of_each_size(
     _check_block(Layer(heads, kv_heads, dim, hidden, mx.float32), rows, kind)
 
 
-def test_a_block_without_a_norm_is_projected_as_it_is() -> None:
-    layer, rope = Layer(2, 1, 16, 40, mx.float32), rope_of(16, "theta")
-    x = random((1, 6, 40), mx.float32, 8)
-    twin = block_projection(x, None, layer, rope, 3)
-    with kernels_on_cpu():
-        found = block_projection(x, None, layer, rope, 3)
-    for got, want in zip(found, twin, strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-5)
+@pytest.mark.parametrize(("dtype", "bits"), TYPES)
+def test_a_block_without_a_norm_is_projected_as_it_is(dtype: mx.Dtype, bits: int) -> None:
+    layer = Layer(2, 1, 16, 64, dtype, bits=bits, group=32)
+    _check_block(layer, 6, "theta", dtype, normed=False)
 
 
 def test_projections_of_two_kinds_go_to_the_twin() -> None:

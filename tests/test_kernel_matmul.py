@@ -210,6 +210,15 @@ def test_many_rows_go_to_the_twin() -> None:
     assert made == []
 
 
+def test_layers_with_a_few_scales_go_to_the_twin() -> None:
+    """MLX would hand such an array over in constant memory."""
+    x = random((1, 3, 64), mx.float32, 8)
+    for outputs, launched in ((7, False), (8, True)):
+        with kernels_on_cpu() as made:
+            rows_matmul(x, linear_layer(outputs, 64, mx.float32, 4, 64))
+        assert bool(made) == launched
+
+
 def test_each_size_of_weights_is_checked_at_its_first_use() -> None:
     x = random((1, 3, 64), mx.float32, 8)
     with kernels_on_cpu(Mode.FAST, trusted=False):

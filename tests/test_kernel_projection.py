@@ -39,11 +39,12 @@ def _heads(
     dtype: mx.Dtype,
     *,
     bits: int = 0,
+    group: int = 32,
     bias: bool = False,
 ) -> HeadProjection:
     heads = layers * kv_heads * dim
     # Rows of one table: as where layers with a window are projected apart from the others.
-    joined = linear_layer(2 * heads, hidden, dtype, bits, 32, bias)
+    joined = linear_layer(2 * heads, hidden, dtype, bits, group, bias)
     keys, values = (rows_of(joined, rows) for rows in (slice(heads), slice(heads, 2 * heads)))
     head_norms = 1 + random((layers, dim), dtype, 2, 0.3)
     return HeadProjection(keys, values, head_norms, 2e-3, kv_heads)
@@ -78,13 +79,17 @@ def rope_of(dim: int, kind: str) -> Rope:
 
 
 def reference(
-    fused: mx.array, heads: HeadProjection, rope: Rope, position: int
+    fused: mx.array, heads: HeadProjection, rope: Rope, position: int, *, normed: bool = True
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Keys and values in float64 as [layers, Hkv, S, D], and the size of the sums behind them."""
+    """Keys and values in float64 as [layers, Hkv, S, D], and the size of the sums behind them.
+
+    normed: the rows have norm_of(heads) to go through.
+    """
     both, norm = (heads.keys, heads.values), norm_of(heads)
     x, weights = exact(fused[0]), np.concatenate([dense(part) for part in both])
-    rms = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
-    x = x / rms * exact(norm.weight)
+    if normed:
+        rms = np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
+        x = x / rms * exact(norm.weight)
     bias = np.zeros(len(weights))
     if "bias" in heads.keys:
         bias = np.concatenate([exact(part.bias) for part in both])
@@ -139,6 +144,18 @@ TYPES = [(mx.float32, 0), (mx.float16, 4), (mx.bfloat16, 8), (mx.bfloat16, 0)]
 def test_each_type_and_width(dtype: mx.Dtype, bits: int) -> None:
     heads = _heads(2, 1, 64, 96, dtype, bits=bits, bias=bits == 4)
     _check(heads, 5, rope_of(64, "theta"), 40)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_each_group_size(dtype: mx.Dtype, bits: int, group: int) -> None:
+    _check(_heads(1, 1, 32, 128, dtype, bits=bits, group=group), 3, rope_of(32, "theta"), 7)
+
+
+def test_rows_of_another_type_than_the_weights() -> None:
+    for own, given in ((mx.bfloat16, mx.float16), (mx.float16, mx.float32)):
+        _check(_heads(1, 1, 32, 64, own), 5, rope_of(32, "theta"), 7, given)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ class Weights(NamedTuple):
 def weights_of(linear: nn.Module) -> Weights | None:
     """The weights of a layer or a tied table, if they are affine 4 or 8 bits, or plain numbers.
 
-    None if the kernels cannot read them, as when the number of columns is no multiple of 8.
+    None if the kernels cannot read them, as when the number of columns is no multiple of 8, or
+    when there are fewer than eight scales.
     """
     weight, bias = linear["weight"], linear.get("bias")
     if isinstance(linear, nn.QuantizedLinear | nn.QuantizedEmbedding):
@@ -73,7 +74,10 @@ def weights_of(linear: nn.Module) -> Weights | None:
         found = (weight, weight, weight, bias, 0, 1)
     else:
         return None
-    return Weights(*found, weight.shape[0], columns) if columns % 8 == 0 else None
+    # MLX hands arrays of fewer than eight elements over in constant memory, which bodies that pass
+    # pointers on cannot take.
+    readable = columns % 8 == 0 and found[1].size >= 8
+    return Weights(*found, weight.shape[0], columns) if readable else None
 
 
 def rows_matmul(
