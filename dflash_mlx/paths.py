@@ -42,6 +42,10 @@ def write_whole(file: Path, text: str) -> None:
     """Write a file of the cache folder so that no reader ever sees a part of it; OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as part:
-        part.write(text)
-    Path(name).replace(file)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as part:
+            part.write(text)
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

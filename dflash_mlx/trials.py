@@ -55,10 +55,12 @@ def subject(
     """
     found = registry.resolve(model, drafter=draft)
     path = hub.local_path(found.target_spec, revision=found.target_revision)
+    if path is None and found.target_spec.startswith((".", "/", "~")):
+        raise SourceError(f"{found.label} is no folder of a model and no GGUF file.")
     if path is None:
         raise SourceError(
             f"{found.label} is not on this disk, so its shapes are not known. Run `dflash-mlx chat "
-            f"{model}` first, or give a folder."
+            f"{model}` first, or give a folder. `dflash-mlx plan` tells what fits without it."
         )
     target = empty_target(path, resolve_dtype(dtype, metal=True))
     spec, place = found.drafter_spec, None

@@ -91,6 +91,9 @@ def test_speed_ups_are_refused_with_the_reason(pairs: list[Pair], reason: str) -
     table = report.rows(shown)
     assert table[3][1:] == table[4][1:] == ["refused"]
     assert report.headline(shown) == "No speed-up is claimed."
+    untimed = {"summary": {"refused": None, "speedup_total": None, "speedup_generation": 1.5}}
+    assert report.headline(untimed) == "No speed-up is claimed."
+    assert "1.50x" in report.headline(untimed, with_prefill=False)
     assert f"No speed-up is claimed for s: {found['refused']}." in report.remarks(shown)
 
 

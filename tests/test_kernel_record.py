@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,30 @@ def test_a_file_that_cannot_be_written_is_told(
     assert backend.rejections() == [
         "The Metal kernel sums is not used: it differs from MLX's operations by 0.5."
     ]
+
+
+def test_writers_at_the_same_time_lose_nothing(file: Path) -> None:
+    def several(number: int) -> None:
+        for variant in range(6):
+            assert record.keep(f"op{number}", variant, "it differs") is None
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(several, range(4)))
+    assert len(record.kept()[0]) == 24
+
+
+def test_a_folder_that_cannot_be_searched_ends_no_generation(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refused)
+        record.drop("sums", 0)
+
+
+def test_a_failed_write_leaves_nothing(file: Path) -> None:
+    file.mkdir(parents=True)
+    assert record.keep("sums", 0, "it differs") is not None
+    assert [path.name for path in file.parent.iterdir()] == [file.name]

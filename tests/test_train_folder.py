@@ -21,6 +21,7 @@ import dflash_mlx
 from dflash_mlx.cli import main
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train import folder as folders
+from dflash_mlx.train import run as runs
 from dflash_mlx.train.answer_file import AnswerFile, AnswerSettings
 from dflash_mlx.train.checkpoint import Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
@@ -230,6 +231,15 @@ def test_an_empty_path_is_not_the_current_folder(order, tmp_path, monkeypatch, c
     assert stopped.value.code == 2
     assert f"{option} is empty. Give a folder." in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_named_its_target_by_a_path_goes_on(asked, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "target_name", lambda *given: f"/once/here/{target_name(*given)}")
+        assert train(asked)["steps"] == 2
+    told = []
+    train(asked, Voice(say=told.append))
+    assert "Going on behind step 2 of 2." in told
 
 
 def test_weights_changed_in_place_have_another_name(order, tmp_path):

@@ -117,9 +117,9 @@ def _markdown_row(cells: list[str]) -> str:
 def headline(report: dict[str, Any], *, with_prefill: bool = True) -> str:
     """The one number, and what it includes."""
     numbers = report["summary"]
-    if numbers["refused"]:
-        return "No speed-up is claimed."
     name, of = ("speedup_total", "included") if with_prefill else ("speedup_generation", "left out")
+    if numbers["refused"] or numbers[name] is None:  # None: texts too short to be timed
+        return "No speed-up is claimed."
     return f"DFlash is {_times(numbers[name])} as fast as plain decoding, prefill {of}."
 
 

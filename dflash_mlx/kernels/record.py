@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Hashable
-from contextlib import suppress
+import os
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +33,11 @@ def record_file() -> Path:
 
 def keep(operation: str, variant: Hashable, reason: str) -> str | None:
     """Keep a rejection; a sentence where the file cannot be written."""
-    found, _ = _read()
     now = datetime.now().strftime("%Y-%m-%d %H:%M")
     new = Rejection(operation, repr(variant), reason, now, _machine())
     try:
-        _write([*_without(found, new), new])
+        with _alone():
+            _write([*_without(_read()[0], new), new])
     except OSError as error:
         return f"This could not be kept in {record_file()} ({error.strerror})."
     return None
@@ -43,13 +45,15 @@ def keep(operation: str, variant: Hashable, reason: str) -> str | None:
 
 def drop(operation: str, variant: Hashable) -> None:
     """Forget the rejection of a kernel that has now agreed with its twin."""
-    if not record_file().exists():
-        return
-    found, _ = _read()
-    rest = _without(found, Rejection(operation, repr(variant), "", "", _machine()))
-    if len(rest) < len(found):
-        with suppress(OSError):  # doctor shows it once more, and that the folder cannot be written
-            _write(rest)
+    # Where the folder cannot be read or written, doctor says so and shows the rejection once more.
+    with suppress(OSError):
+        if not record_file().exists():
+            return
+        with _alone():
+            found, _ = _read()
+            rest = _without(found, Rejection(operation, repr(variant), "", "", _machine()))
+            if len(rest) < len(found):
+                _write(rest)
 
 
 def kept() -> tuple[list[Rejection], str | None]:
@@ -57,6 +61,19 @@ def kept() -> tuple[list[Rejection], str | None]:
     found, fault = _read()
     here = _machine() if found else ""
     return [one for one in found if one.machine == here], fault
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep other processes from changing the file between its reading and its writing."""
+    folder = record_file().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _machine() -> str:

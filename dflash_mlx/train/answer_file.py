@@ -12,6 +12,7 @@ from typing import Self
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train.corpus import Text, read_answers
 from dflash_mlx.train.files import make_folder, unwritable, write_text
+from dflash_mlx.train.naming import same_target
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class AnswerFile:
         if beside.exists():
             try:
                 stored = {"thinking": None, **json.loads(beside.read_text(encoding="utf-8"))}
+                if same_target(stored["target"], settings.target):
+                    stored["target"] = settings.target
                 other = [
                     f"{k}: {stored[k]} there, {v} now" for k, v in ours.items() if stored[k] != v
                 ]

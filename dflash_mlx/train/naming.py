@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_mlx import registry
-from dflash_mlx.engine import Engine
 from dflash_mlx.hub.wheel import parse_wheel
-from dflash_mlx.train.order import Order
+
+if TYPE_CHECKING:
+    from dflash_mlx.engine import Engine
+    from dflash_mlx.train.order import Order
 
 _SETTINGS = ("config.json", "generation_config.json")
 
@@ -21,6 +24,16 @@ def target_name(order: Order, engine: Engine) -> str:
     if engine.revisions[0] is not None:
         return f"{engine.model}@{engine.revisions[0]}"
     return f"{Path(engine.model).resolve().name}@{_content(order, engine)}"
+
+
+def same_target(one: object, other: object) -> bool:
+    """Whether two names are of one target; old runs wrote the path of a local one in full."""
+
+    def known(name: object) -> tuple[str, str]:
+        where, _, content = str(name).rpartition("@")
+        return Path(where).name, content
+
+    return known(one) == known(other)
 
 
 def _content(order: Order, engine: Engine) -> str:

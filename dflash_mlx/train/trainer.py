@@ -27,6 +27,7 @@ from dflash_mlx.train.export import as_drafter, has_drafter, save_drafter
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.interrupt import uninterrupted
 from dflash_mlx.train.loss import HeadSubset, position_weights
+from dflash_mlx.train.naming import same_target
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import Replay, joined, replay_sets
 from dflash_mlx.train.start import Weights, new_model
@@ -146,6 +147,8 @@ class Trainer:
             run["config"] = official_config(stored, target.vocab_size, target.num_layers)
         differing = self.recipe.differences(run.pop("recipe", {}))
         ours = self.task.described
+        if same_target(run.get("target"), ours.get("target")):
+            run["target"] = ours.get("target")
         differing += [f"{k}: {run.get(k)} -> {v}" for k, v in ours.items() if run.get(k) != v]
         if differing:
             raise UsageError(

@@ -1,0 +1,146 @@
+"""Trains a small drafter for SmolLM2-135M once a variant, at equal steps, and prints one table.
+
+    scripts/ablate --answers answers.jsonl --work FOLDER [--steps 100] [--blocks 128] [--only WORD]
+
+Held-out τ comes from training's own passes: some variants have no counterpart at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# This one comes first: it has to act before MLX is imported.
+from dflash_mlx import fast_blas
+
+# isort: split
+import ablate
+import mlx.core as mx
+
+import dflash_mlx
+from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.loader import read_target_config
+from dflash_mlx.train.corpus import read_answers, split, usable
+from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.naming import target_name
+from dflash_mlx.train.order import Order
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.shape import Shape, drafter_config
+from dflash_mlx.train.sources import offline
+from dflash_mlx.train.start import random_start, target_start
+from dflash_mlx.train.trainer import Task
+
+MODEL, MASK, TAPS = "SmolLM2-135M", 3, (1, 8, 14, 20, 27)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--answers", type=Path, action="append", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--blocks", type=int, default=128)
+    parser.add_argument("--texts", type=int, default=400)
+    parser.add_argument("--held-out", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=128, help="of a held-out answer that count")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", default="", help="variants whose name holds this")
+    return parser.parse_args()
+
+
+class Comparison:
+    """What all variants share: the target, its texts, and their features."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.engine = dflash_mlx.load(MODEL, draft=None)
+        self.target = self.engine.target
+        texts = read_answers(options.answers, self.target.vocab_size)
+        texts, _ = usable(texts, 512)
+        trained, self.held = split(texts, options.held_out)
+        self.trained = trained[: options.texts]
+        name = target_name(Order(MODEL, options.work), self.engine)
+        self.features = offline(
+            options.work / "features",
+            [
+                (FeatureSpec(name, TAPS, 32, "bfloat16"), self.trained),
+                (FeatureSpec(name, TAPS, 0, "float32"), self.held),
+            ],
+            self.target,
+            None,
+            self._say,
+            lambda done, total: self._say(f"{done} of {total}"),
+        )
+        shape = Shape(layers=2, taps=TAPS)
+        self.base = drafter_config(
+            self.target, read_target_config(self.engine.path), shape, 8, MASK
+        )
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def run(self, variant: ablate.Variant, seed: int) -> tuple[float, float, float]:
+        """(held-out τ, share of right first drafts, CPU seconds of training) of one variant."""
+        options = self.options
+        settings = {
+            "block_size": 8,
+            "steps": options.steps,
+            "epochs": 10**6,  # `steps` ends the run
+            "step_blocks": options.blocks,
+            "pass_blocks": 64,
+            "learning_rate": options.lr,
+            "max_length": 512,
+            "seed": seed,
+        }
+        recipe = Recipe(**{**settings, **variant.recipe})
+        # Equal budget: as many rows a step, whatever the block size.
+        recipe = replace(recipe, step_blocks=options.blocks * 8 // recipe.block_size)
+        config = ablate.config_of(variant, self.base, recipe)
+        if variant.random:
+            start = random_start(config, seed)
+        else:
+            start = target_start(config, self.target, seed)
+        with tempfile.TemporaryDirectory() as folder:
+            task = self._task(variant, config)
+            trainer = ablate.VariantTrainer(variant, task, recipe, start.weights, Path(folder))
+            began = time.process_time()
+            trainer.run()
+            seconds = time.process_time() - began
+        tau, first = trainer.measured(options.tokens)
+        mx.clear_cache()
+        return tau, first, seconds
+
+    def _task(self, variant: ablate.Variant, config: DFlashConfig) -> Task:
+        features: list[Any] = list(self.features)
+        if variant.taps:
+            features = [ablate.Chosen(f, TAPS, variant.taps) for f in features]
+        if variant.blind:
+            features = [ablate.Blind(f) for f in features]
+        ends = self.engine.tokenizer.end_ids
+        return Task(self.target, ends, config, self.base, self.trained, self.held, *features, {})
+
+
+def main() -> int:
+    options = arguments()
+    comparison = Comparison(options)
+    chosen = [v for v in ablate.variants(TAPS) if options.only in v.name]
+    print(f"{fast_blas.CHOICE.name}; {options.steps} steps of {options.blocks * 8} rows,")
+    print(f"{len(comparison.trained)} texts, {len(comparison.held)} held out\n")
+    print("| variant | held-out τ | first draft right | CPU seconds |\n|---|---|---|---|")
+    for variant in chosen:
+        runs = [comparison.run(variant, seed) for seed in range(options.seeds)]
+        tau, first, seconds = (statistics.median(column) for column in zip(*runs, strict=True))
+        print(f"| {variant.name} | {tau:.3f} | {first:.3f} | {seconds:.0f} |", flush=True)
+        print(json.dumps({"variant": variant.name, "runs": runs}), file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Tokens a cycle of a drafter on prompts, set by set, from the cycles of generation replayed.
+
+    scripts/drafter_tau MODEL --prompts FILE... --work FOLDER [--draft FOLDER...] [--prompts-each N]
+
+Answers (greedy, of first turns) and features are kept in --work. No speed is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+# This one comes first: it has to act before MLX is imported.
+from dflash_mlx import fast_blas
+
+# isort: split
+import dflash_mlx
+from dflash_mlx.loader import dtype_name
+from dflash_mlx.train.answer_file import AnswerSettings
+from dflash_mlx.train.answers import answer_prompts
+from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.prompts import read_prompts
+from dflash_mlx.train.replay import joined, replay_sets
+from dflash_mlx.train.sources import offline
+
+_PLACES = 64
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--draft", action="append", help="the model's own without one")
+    parser.add_argument("--prompts-each", type=int, default=64, help="of each file, the first ones")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    return parser.parse_args(given)
+
+
+def say(*words: object) -> None:
+    print(*words, file=sys.stderr, flush=True)
+
+
+def answers(options: argparse.Namespace, engine: dflash_mlx.Engine) -> list[Text]:
+    prompts = []
+    for file in options.prompts:
+        first = read_prompts([file])[: options.prompts_each]
+        prompts += [replace(prompt, further=()) for prompt in first]
+    settings = AnswerSettings(engine.model, 0.0, options.max_tokens, 0)
+    done = answer_prompts(
+        engine.target,
+        engine.tokenizer,
+        prompts,
+        options.work / "answers.jsonl",
+        settings,
+        places=_PLACES,
+        progress=lambda done, total, speed: say(f"answers {done}/{total}, {speed:.0f} tokens/s"),
+    )
+    return done.texts
+
+
+def main(given: list[str] | None = None) -> int:
+    options = arguments(given)
+    options.work.mkdir(parents=True, exist_ok=True)
+    engines = [dflash_mlx.load(options.model, draft=draft) for draft in options.draft or ["auto"]]
+    texts = answers(options, engines[0])
+    print(f"{engines[0].model}, {fast_blas.CHOICE.name}, greedy, {options.max_tokens} tokens\n")
+    print("| drafter | set | prompts | tokens a cycle | cycles accepting 1, 2, ... drafts |")
+    print("|---|---|---|---|---|")
+    for engine in engines:
+        drafter, target = engine.drafter, engine.target
+        if drafter is None:
+            say(f"No drafter for {engine.model}: {engine.reason}")
+            return 1
+        kind = FeatureSpec(engine.model, drafter.taps, 0, dtype_name(target.dtype))
+        (source,) = offline(
+            options.work / "features",
+            [(kind, texts)],
+            target,
+            None,
+            say,
+            lambda done, total: say(f"features {done}/{total}"),
+        )
+        known = [(text, source.read_all([text])[0].features) for text in texts]
+        sets = replay_sets(drafter, known, engine.tokenizer.end_ids, options.max_tokens)
+        counts = {name: sum(text.set_name == name for text in texts) for name in sets}
+        for name, part in {**sets, "all": joined(sets)}.items():
+            shares = " ".join(f"{share:.2f}" for share in part.acceptance(drafter.block_size))
+            row = f"| {engine.drafter_name} | {name} | {counts.get(name, len(texts))} |"
+            print(f"{row} {part.tokens_per_cycle:.3f} | {shares} |", flush=True)
+            say(json.dumps({"set": name, "tau": part.tokens_per_cycle}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
