@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from dflash_mlx import hub, registry
 from dflash_mlx.draft.base import Drafter
-from dflash_mlx.draft.checkpoint import open_drafter
+from dflash_mlx.draft.checkpoint import open_drafter, unfinished
 from dflash_mlx.errors import DFlashError, UsageError
 from dflash_mlx.models.base import Target
 from dflash_mlx.registry import Resolved
@@ -75,6 +75,8 @@ def choose_drafter(
     warnings = []
     if not named and found.pair is not None:
         warnings = found.pair.disagreements(drafter.taps, drafter.block_size)
+    if unfinished(fetched.path):
+        warnings.append(f"{spec} holds the best drafter so far of a run that is not finished.")
     return Drafting(origin, drafter, spec, fetched.revision, warnings)
 
 

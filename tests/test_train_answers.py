@@ -179,6 +179,20 @@ def test_answers_are_kept_as_texts_of_the_corpus(files: Files) -> None:
         assert list(text.answer_ids) == plain_greedy(files.target, text.prompt_ids, limit)
 
 
+def test_prompts_with_given_answers_are_not_answered_again(files: Files) -> None:
+    """Found by their tokens: the given ones have names of their own, and other answers here."""
+    first, _, two, *_ = files.answer(PROMPTS).texts
+    given = [replace(first, name="x"), replace(two, name="two", answer_ids=(9, 8))]
+    got = files.answer(PROMPTS, path=files.folder / "b.jsonl", given=given)
+    assert [text.name for text in got.texts] == ["x", "one/turn-2", "two", "three", "four"]
+    assert got.texts[2].answer_ids == (9, 8)
+    assert got.made == 3
+    stored = [text.name for text in read_answers([files.folder / "b.jsonl"], VOCAB)]
+    assert sorted(stored) == ["four", "one/turn-2", "three"]
+    with pytest.raises(UsageError, match="one named 'two' to another prompt"):
+        files.answer(PROMPTS, given=[replace(first, name="two")])
+
+
 def test_further_turns_stand_behind_the_answers_tokens(files: Files) -> None:
     first, second = files.answer(PROMPTS[:1]).texts
     between = "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"

@@ -19,7 +19,7 @@ from tiny_training import own_texts, write_answers, write_target
 
 import dflash_mlx
 from dflash_mlx.cli import main
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.train import folder as folders
 from dflash_mlx.train import run as runs
 from dflash_mlx.train.answer_file import AnswerFile, AnswerSettings
@@ -34,6 +34,7 @@ from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import Voice, train
 from dflash_mlx.train.shape import Shape
+from dflash_mlx.train.trainer import Trainer
 
 RECIPE = Recipe(block_size=4, steps=2, step_blocks=8, pass_blocks=8, held_out=1, measure_every=2)
 
@@ -118,6 +119,30 @@ def test_the_first_step_is_told_and_says_how_long_it_takes(order):
     assert [report.step for report in told] == [1, 2]
     assert told[0].seconds_left > 0
     assert told[0].tau is None
+
+
+def test_an_unfinished_runs_folder_says_so_as_a_drafter(order, monkeypatch):
+    order = replace(order, recipe=replace(order.recipe, measure_every=1))
+    keep = Trainer._keep
+    for measured, told in ((0, "is a training run's and has no drafter yet"), (1, None)):
+
+        def stopping(self, sets, measured=measured):
+            if measured:
+                keep(self, sets)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_keep", stopping)
+            with pytest.raises(KeyboardInterrupt):
+                train(order)
+        if told:
+            with pytest.raises(CheckpointError, match=told):
+                dflash_mlx.load(order.target, draft=str(order.out))
+    engine = dflash_mlx.load(order.target, draft=str(order.out))
+    assert [w for w in engine.warnings if "best drafter so far of a run" in w]
+    train(order)
+    engine = dflash_mlx.load(order.target, draft=str(order.out))
+    assert not [w for w in engine.warnings if "best drafter so far" in w]
 
 
 def test_two_runs_do_not_share_a_folder(order):

@@ -15,30 +15,47 @@ from dflash_mlx.train.batches import Work
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.loss import HeadSubset, position_weights
-from dflash_mlx.train.memory import fitted, pass_bytes
+from dflash_mlx.train.memory import Room, explained, fitted, pass_bytes
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.start import new_model, random_start
 from dflash_mlx.train.step import Objective, Streams, build_pass, gradients
 
 
+def text_of(length: int) -> Text:
+    """A text of so many tokens, ten of them the prompt's."""
+    ids = tuple(np.random.default_rng(0).integers(0, 48, length).tolist())
+    return Text("a", ids[:10], ids[10:])
+
+
 @pytest.mark.parametrize(
-    ("layers", "inner", "block", "blocks", "rows"),
-    [(2, 80, 8, 64, 300), (1, 400, 8, 64, 50), (3, 80, 16, 32, 600), (2, 80, 4, 200, 100)],
+    ("variant", "layers", "inner", "block", "blocks", "rows", "texts"),
+    [
+        ("full", 2, 80, 8, 64, 300, 1),
+        ("full", 1, 400, 8, 64, 50, 1),
+        ("full", 3, 80, 16, 32, 600, 1),
+        ("full", 2, 80, 4, 200, 100, 1),
+        ("full", 2, 80, 8, 4, 300, 16),
+        ("full", 1, 40, 4, 1, 900, 30),
+        ("second", 2, 80, 8, 64, 300, 1),
+        ("second", 1, 40, 6, 8, 100, 8),
+    ],
 )
-def test_the_estimate_is_from_above_and_not_far(layers, inner, block, blocks, rows):
+def test_the_estimate_is_from_above_and_not_far(variant, layers, inner, block, blocks, rows, texts):
     target = tiny_target("llama", vocab_size=48)
     stored = drafter_config(
-        num_hidden_layers=layers, intermediate_size=inner, hidden_size=target.hidden_size
+        variant, num_hidden_layers=layers, intermediate_size=inner, hidden_size=target.hidden_size
     )
+    if kinds := stored.get("layer_types"):
+        stored["layer_types"] = kinds[:1] * layers
     stored["dflash_config"] = {**stored["dflash_config"], "block_size": block}
     config = parse_config(stored)
-    ids = tuple(np.random.default_rng(0).integers(0, 48, rows + 40).tolist())
-    text = Text("a", ids[:10], ids[10:])
+    text = text_of(rows + 40)
     zeros = mx.zeros((len(text.answer_ids), 4))
     seen = Seen(mx.zeros((text.length, config.feature_size)), zeros.astype(mx.int32), zeros)
     head = HeadSubset(target, range(48))
-    anchors = np.linspace(10, rows, blocks).astype(int)
-    work = [build_pass([Work(text, anchors)], [seen], head, position_weights(block, 4))]
+    anchors = np.linspace(rows if blocks == 1 else 10, rows, blocks).astype(int)
+    works = [Work(text, anchors)] * texts
+    work = [build_pass(works, [seen] * texts, head, position_weights(block, 4))]
     objective = Objective(new_model(config), config, target, head, 0.0, mx.float32)
     parameters = tree_unflatten(list(random_start(config, 0).weights.items()))
     mx.eval(parameters)
@@ -47,17 +64,52 @@ def test_the_estimate_is_from_above_and_not_far(layers, inner, block, blocks, ro
     mx.reset_peak_memory()
     mx.eval(gradients(objective, parameters, work, Streams(1))[0])
     taken = mx.get_peak_memory() - held
-    assert taken <= pass_bytes(config, 48, blocks, rows) <= 2.7 * taken
+    assert taken <= pass_bytes(config, 48, [(blocks, rows)] * texts) <= 2.7 * taken
+
+
+CONFIG = parse_config(drafter_config())
+RECIPE = Recipe(pass_blocks=64, step_blocks=128, max_length=500)
+#: a step of one text's blocks, all anchored at 499
+STEPS = [[Work(text_of(500), np.full(128, 499))]]
+
+
+def fits(room: Room, beside: int, blocks: int, streams: int = 2, steps=STEPS) -> int:
+    """Blocks a pass where there is room for `blocks` of the long text, and `beside` bytes."""
+    one = pass_bytes(CONFIG, room.head_tokens, [(blocks, 499)])
+    limit = mx.get_active_memory() + beside + streams * one
+    return fitted(RECIPE, CONFIG, room, steps, limit, streams).pass_blocks
 
 
 def test_blocks_a_pass_shrink_to_what_fits():
-    config, recipe = parse_config(drafter_config()), Recipe(pass_blocks=64, max_length=500)
-
-    def fits(blocks, streams=2):
-        room = streams * pass_bytes(config, 1000, blocks, 500) + 4 * 6 * 10_000 + 1000
-        limit = mx.get_active_memory() + room
-        return fitted(recipe, config, 10_000, 1000, limit, streams).pass_blocks
-
-    assert [fits(n) for n in (1, 7, 63, 64, 100)] == [1, 7, 63, 64, 64]
+    weights = 4 * 6 * 10_000 + 1000 * CONFIG.hidden_size * 4 * 2
+    room = Room(10_000, 1000, 0)
+    assert [fits(room, weights, n) for n in (1, 7, 63, 64, 100)] == [1, 7, 63, 64, 64]
     with pytest.raises(UsageError, match="--max-length"):
-        fitted(recipe, config, 10_000, 1000, mx.get_active_memory(), 1)
+        fits(room, 0, 1, streams=1)
+
+
+def test_features_of_a_step_and_the_targets_own_pass_need_room_too():
+    weights = 1000 * CONFIG.hidden_size * 4 * 2
+    assert fits(Room(0, 1000, 30), weights + 30 * 500, 7) == 7
+    with pytest.raises(UsageError, match="over one block"):
+        fits(Room(0, 1000, 10**9), weights, 7)
+    # Features are computed before the passes, not beside them.
+    assert fits(Room(0, 1000, 0, target_pass=1000), weights, 7) == 7
+    with pytest.raises(UsageError, match="over one block"):
+        fits(Room(0, 1000, 0, target_pass=10**12), weights, 7)
+
+
+def test_many_short_works_have_a_context_each():
+    """As many blocks of texts of their own take more than those of one text."""
+    weights = 1000 * CONFIG.hidden_size * 4 * 2
+    apart = [[Work(text_of(500), np.array([499]))] * 128]
+    room = Room(0, 1000, 0)
+    assert fits(room, weights, 40) == 40
+    assert 1 <= fits(room, weights, 40, steps=apart) < 30
+
+
+def test_what_ran_out_of_memory_names_the_option():
+    with pytest.raises(UsageError, match="Lower --slots"), explained("Answering", "--slots"):
+        raise RuntimeError("[malloc] Unable to allocate 100 bytes.")
+    with pytest.raises(RuntimeError, match="shapes"), explained("Answering", "--slots"):
+        raise RuntimeError("shapes do not fit")

@@ -28,6 +28,7 @@ from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import train
 from dflash_mlx.train.shape import Shape, second_parts
 from dflash_mlx.train.start import drafter_start
+from dflash_mlx.train.trainer import Trainer
 
 RECIPE = Recipe(
     block_size=4,
@@ -72,8 +73,6 @@ def state_of(order):
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     order, finished, killed, monkeypatch
 ):
-    from dflash_mlx.train.trainer import Trainer
-
     whole = Trainer._count
 
     def counting(self, result):
@@ -85,12 +84,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         patch.setattr(Trainer, "_count", counting)
         with pytest.raises(KeyboardInterrupt):
             train(order)
+    stopped = state_of(order)[1].seconds
     result = train(order)
     ours, theirs = state_of(order), state_of(finished[0])
     assert ours[0].keys() == theirs[0].keys()
     for name, array in theirs[0].items():
         assert mx.array_equal(ours[0][name], array), name
     assert ours[1] == theirs[1]
+    assert ours[1].seconds > stopped > 0
     assert result["tau"] == finished[1]["tau"]
     weights = [mx.load(str(o.out / "model.safetensors")) for o in (order, finished[0])]
     assert all(mx.array_equal(weights[0][n], weights[1][n]) for n in weights[1])
@@ -98,15 +99,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
 def test_streams_do_not_change_a_bit(order, finished):
     train(replace(order, streams=3))
-    ours, theirs = state_of(order)[0], state_of(finished[0])[0]
+    ours, theirs = (state_of(o)[0] for o in (order, finished[0]))
     assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_online_features_train_alike(order, finished):
     offline = replace(order, cache_dtype="float32", out=order.out / "offline")
-    online = replace(order, cache_dtype="float32", out=order.out / "online", online=True)
-    train(offline)
-    train(online)
+    online = replace(offline, out=order.out / "online", online=True)
+    assert train(offline)["steps"] == train(online)["steps"]
     ours, theirs = state_of(online)[0], state_of(offline)[0]
     for name, array in theirs.items():
         assert np.allclose(ours[name], array, atol=1e-3), name

@@ -11,8 +11,8 @@ from tiny_training import own_texts, read_json, write_answers, write_target
 
 import dflash_mlx
 from dflash_mlx.errors import UsageError
-from dflash_mlx.train import sources
-from dflash_mlx.train.corpus import Text, digest, read_answers
+from dflash_mlx.train import features, sources
+from dflash_mlx.train.corpus import Text, digest, read_answers, split
 from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
@@ -93,6 +93,42 @@ def test_a_text_belongs_to_the_set_its_name_or_its_file_says(name, source, expec
     # It says where a text is from, not what it is: a run's hashes stay as they were.
     assert text == Text(name, (1,), (2, 3, 4))
     assert digest([text]) == digest([Text(name, (1,), (2, 3, 4))])
+
+
+def named(names: str) -> list[Text]:
+    return [Text(name, (1,), (2, 3, 4)) for name in names.split()]
+
+
+def test_turns_and_wordings_of_a_prompt_are_held_out_together():
+    prompts = [f"s/{i}" for i in range(40)]
+    texts = named(" ".join(f"{p} {p}/turn-2 {p}+short {p}+short/turn-2" for p in prompts))
+    trained, held = split(texts, 10)
+    assert len(held) == 8  # ten would have taken a prompt apart
+    ours, theirs = ({text.prompt_name for text in part} for part in (trained, held))
+    assert len(theirs) == 2
+    assert not ours & theirs
+    assert ours | theirs == set(prompts)
+    assert split(named("c++/1 c++/2 c++/3 c++/4 +"), 9)[1]  # four prompts of c++, not one
+    assert split(texts[:4], 1) == (texts[:4], [])
+
+
+def test_which_texts_are_held_out_does_not_depend_on_others():
+    texts = named(" ".join(f"s/{i}" for i in range(60)))
+    few, many = (split(texts[:count], 8)[1] for count in (40, 60))
+    assert len(few) == len(many) == 8
+    first = [text for text in many if text in texts[:40]]
+    assert all(text in few for text in first)
+
+
+def test_a_shard_holds_no_more_bytes_than_are_in_memory_at_a_time(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(features, "SHARD_BYTES", 2.5 * 7 * (2 * 48 * 2 + 5 * 8))
+    told = []
+    made = offline(
+        tmp_path, wanted()[:1], target, None, lambda text: None, lambda *at: told.append(at)
+    )
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    assert told == [(0, 4), (2, 4), (4, 4)]
+    assert len(made[0].read_all(TRAINED)) == 4
 
 
 def test_texts_are_of_the_set_of_their_file(tmp_path):

@@ -39,6 +39,9 @@ _OTHERS = {
 # Tables that a drafter may bring instead of borrowing the target's.
 _TABLES = ("embed_tokens", "lm_head")
 
+#: stands in the folder of a training run until it is finished; a stopped one may have no state yet
+UNFINISHED = "training.unfinished.json"
+
 
 def open_drafter(
     folder: Path,
@@ -93,6 +96,11 @@ def _checked(
             f"The drafter {folder} is a file, and drafters are folders of safetensors; give such a "
             "folder or a hub repo."
         )
+    if unfinished(folder) and not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} is a training run's and has no drafter yet; give the command of the run "
+            "again, and use the folder behind its first measurement."
+        )
     stored = read_config(folder)
     config = parse_config(stored)
     check_fit(config, target)
@@ -105,6 +113,11 @@ def _checked(
     if bits is not None:
         refuse_uneven(model, group_size)
     return model, config, weights, target_ids
+
+
+def unfinished(folder: Path) -> bool:
+    """Whether the folder is a training run's that has not come to its end."""
+    return (folder / UNFINISHED).exists()
 
 
 def check_fit(config: DFlashConfig, target: Target) -> None:

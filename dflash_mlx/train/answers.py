@@ -43,17 +43,19 @@ def answer_prompts(
     max_length: int | None = None,
     places: int,
     cache_limit: int | None = None,
+    given: Sequence[Text] = (),
     progress: Progress = lambda done, total, speed: None,
 ) -> Answered:
     """Answer every prompt that has no answer in the file `path` yet, and append the answers.
 
     max_length: a prompt that leaves no room for an answer below it, or in the target's context,
     is skipped. places: sequences decoded at once. cache_limit: bytes that the caches may take;
-    fewer sequences run at once then.
-    UsageError when a file's answer belongs to another prompt, and when not one sequence fits.
+    fewer sequences run at once then. given: answers that are there; their prompts, found by their
+    tokens, are not asked for again.
+    UsageError when an answer's name belongs to another prompt, and when not one sequence fits.
     """
     with AnswerFile(path, settings, target.vocab_size) as file:
-        work = _Work(target, tokenizer, prompts, file, settings, max_length)
+        work = _Work(target, tokenizer, prompts, file, settings, max_length, given)
         count = _fitting(target, work, places, cache_limit) if work.queue else 0
         started = time.perf_counter()
         tokens = made = 0
@@ -95,7 +97,10 @@ class _Work:
         file: AnswerFile,
         settings: AnswerSettings,
         max_length: int | None,
+        given: Sequence[Text],
     ) -> None:
+        self._given = {text.prompt_ids: text for text in given}
+        self._prompts_given = {text.name: text.prompt_ids for text in given}
         self._file, self._max_answer = file, settings.max_answer
         self._context = target.context_length
         self._longest = min(max_length or self._context, self._context)
@@ -124,7 +129,12 @@ class _Work:
             if len(ids) >= self._longest:
                 self.skipped += len(prompt.answer_names) - conversation.turn
                 return
-            known = self._file.texts.get(name)
+            if self._prompts_given.get(name, ids) != ids:
+                raise UsageError(
+                    f"The answers given have one named {name!r} to another prompt than the one "
+                    "given now. Use other ids, or leave one of the two out."
+                )
+            known = self._file.texts.get(name) or self._given.get(ids)
             if known is None:
                 break
             if known.prompt_ids != ids:

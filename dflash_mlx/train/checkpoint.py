@@ -28,6 +28,7 @@ class Progress:
     best_tau: float = 0.0
     best_step: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = field(default=0.0, compare=False)  # of training, over all its processes
     # Sums since the last measurement.
     losses: float = 0.0
     counted_steps: int = 0

@@ -9,6 +9,7 @@ import lzma
 import re
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ UNREADABLE = (
 
 #: the end of the name of an answer within a conversation
 _LATER_TURN = re.compile(r"/turn-\d+$")
+_WORDING = re.compile(r"(?<=.)\+[\w-]+$")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class Text:
         """What a name like set/number begins with, else the source, else "texts"."""
         beginning, slash, _ = _LATER_TURN.sub("", self.name).partition("/")
         return beginning if beginning and slash else self.source or "texts"
+
+    @property
+    def prompt_name(self) -> str:
+        """What it shares with the other turns of its conversation, and with its other wordings.
+
+        Wordings of one prompt are told apart by what stands behind a +, as in set/12+short.
+        """
+        return _WORDING.sub("", _LATER_TURN.sub("", self.name))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -158,10 +168,15 @@ def usable(texts: Sequence[Text], max_length: int) -> tuple[list[Text], int]:
 def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
     """(trained, held out): the choice depends on names only, so that it stays when texts are added.
 
-    At most a quarter of the texts is held out.
+    At most `held_out` texts and a quarter of all are held out. Turns and wordings of one prompt
+    stay together: what was trained on says much about them.
     """
-    count = min(held_out, len(texts) // 4)
-    ranked = sorted(texts, key=lambda text: hashlib.sha256(text.name.encode()).digest())
-    chosen = {text.name for text in ranked[:count]}
-    trained = [text for text in texts if text.name not in chosen]
-    return trained, [text for text in texts if text.name in chosen]
+    room = min(held_out, len(texts) // 4)
+    prompts = Counter(text.prompt_name for text in texts)
+    chosen = set()
+    for name in sorted(prompts, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if prompts[name] <= room:
+            chosen.add(name)
+            room -= prompts[name]
+    trained = [text for text in texts if text.prompt_name not in chosen]
+    return trained, [text for text in texts if text.prompt_name in chosen]

@@ -23,8 +23,9 @@ from dflash_mlx.train.files import make_folder, write_tensors
 
 #: tokens of one forward pass of the target
 PASS_ROWS = 1024
-#: texts of one shard
+#: texts of one shard, and about how many bytes: all of it is in memory before it is written
 SHARD_TEXTS = 64
+SHARD_BYTES = 256e6
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,15 @@ class FeatureCache:
     ) -> None:
         """Compute what is missing, shard by shard; each is complete on disk or not there."""
         missing = [text for text in {_key(t): t for t in texts}.values() if text not in self]
-        for start in range(0, len(missing), SHARD_TEXTS):
-            progress(start, len(missing))
-            self._write(missing[start : start + SHARD_TEXTS], target)
-            mx.clear_cache()
+        each = bytes_a_token(self.spec, target.hidden_size)
+        done = 0
+        for full in packed(missing, lambda text: text.length * each, int(SHARD_BYTES)):
+            for start in range(0, len(full), SHARD_TEXTS):
+                progress(done, len(missing))
+                shard = full[start : start + SHARD_TEXTS]
+                self._write(shard, target)
+                done += len(shard)
+                mx.clear_cache()
         progress(len(missing), len(missing))
 
     def _write(self, texts: Sequence[Text], target: Target) -> None:

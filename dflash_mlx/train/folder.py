@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dflash_mlx.draft.checkpoint import UNFINISHED as MARK
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train.checkpoint import STATE
 from dflash_mlx.train.files import make_folder, partial_of, reason, write_text
 
-#: stands in a run's folder until the run is finished: a run that was stopped may have no state yet
-MARK = "training.unfinished.json"
 _NOTE = "This training run is not finished: give the same command again, or delete the folder."
 
 

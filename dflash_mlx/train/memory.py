@@ -1,65 +1,127 @@
-"""How much memory a forward and backward pass takes, and how many blocks fit."""
+"""How much memory a training step takes, how many blocks a pass fit, and what to do when it ends.
+
+Sizes are estimates from above: the shapes of what the backward pass keeps, in float32, with slack.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.draft.config import DFlash2Parts, DFlashConfig
 from dflash_mlx.errors import UsageError
+from dflash_mlx.train.batches import Work, passes
 from dflash_mlx.train.recipe import Recipe
 
 _FLOAT = 4
 #: copies of every weight beside the forward pass: master, both moments, gradient, its clipped form
 _WEIGHT_COPIES = 6
+#: of the head's rows: this epoch's, and the last one's while they are made
+_HEAD_COPIES = 2
 #: arrays of a row's attention weights that are alive at once: scores, masked, joined, softmax, and
 #: the gradients of these
 _SCORE_COPIES = 8
 _LOGIT_COPIES = 5
 #: measured peaks are up to 1.65 times the sum of the shapes
 _SLACK = 1.9
+#: steps that are looked at: those whose contexts are longest
+_STEPS = 64
 
 
-def pass_bytes(config: DFlashConfig, head_tokens: int, blocks: int, context_rows: int) -> int:
-    """Bytes of one pass over `blocks` blocks whose sequences have `context_rows` rows in all.
+@dataclass(frozen=True)
+class Room:
+    """What a run holds at a time, besides what MLX has allocated when it is planned.
 
-    An estimate from above: the shapes of what the backward pass keeps, in float32, with slack.
+    weights: numbers of the drafter. head_tokens: rows of the restricted head. feature_size: bytes
+    of a token's features. target_pass: bytes of the target's pass where features are not stored.
     """
+
+    weights: int
+    head_tokens: int
+    feature_size: int
+    target_pass: int = 0
+
+
+def pass_bytes(config: DFlashConfig, head_tokens: int, texts: Sequence[tuple[int, int]]) -> int:
+    """Bytes of one pass over texts of (blocks, context rows) each."""
+    size, heads = config.block_size, config.num_attention_heads
     hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
-    rows = blocks * config.block_size
-    one_layer = rows * (8 * hidden + 6 * inner + 6 * heads + 6 * kv_heads)
-    one_layer += context_rows * 6 * kv_heads
-    scores = config.num_attention_heads * rows * (context_rows + config.block_size)
+    width, kv_width = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    rows = size * sum(blocks for blocks, _ in texts)
+    context = sum(length for _, length in texts)
+    one_layer = rows * (8 * hidden + 6 * inner + 6 * width + 6 * kv_width)
+    one_layer += context * 6 * kv_width
+    scores = heads * sum(blocks * size * (length + size) for blocks, length in texts)
     total = config.num_hidden_layers * one_layer + 3 * rows * hidden
     total += _SCORE_COPIES * scores * config.num_hidden_layers // 2
-    total += context_rows * (2 * config.feature_size + 4 * hidden)
+    total += context * (2 * config.feature_size + 4 * hidden)
     total += _LOGIT_COPIES * rows * head_tokens
+    if config.parts:
+        total += rows * _second_numbers(config.parts, config)
     return round(total * _FLOAT * _SLACK)
+
+
+def _second_numbers(parts: DFlash2Parts, config: DFlashConfig) -> int:
+    """Numbers a row that DFlash 2 keeps: coefficients, lagged rows, products, candidates."""
+    # Two convolutions a layer, on two sides each; a coefficient comes with its gradient.
+    convolutions = 4 * config.num_hidden_layers * parts.conv_kernel_size * 3 * config.hidden_size
+    return convolutions + 3 * parts.selector_top_k * parts.selector_rank
+
+
+def target_pass_bytes(hidden: int, features: int, vocab: int, rows: int) -> int:
+    """Bytes of a pass of the target over `rows` rows; vocab 0 where no likely tokens are kept."""
+    return round(rows * (24 * hidden + 2 * features + 4 * vocab) * _FLOAT)
 
 
 def fitted(
     recipe: Recipe,
     config: DFlashConfig,
-    weights: int,
-    head_tokens: int,
+    room: Room,
+    steps: Sequence[Sequence[Work]],
     limit_bytes: int,
     streams: int,
 ) -> Recipe:
     """The recipe with as few blocks a pass as `limit_bytes` ask for, besides what is held now.
 
-    weights: numbers of the drafter. UsageError when not even one block fits.
+    steps: those of an epoch. UsageError when not even one block a pass fits.
     """
-    held = mx.get_active_memory() + weights * _FLOAT * _WEIGHT_COPIES
+    held = mx.get_active_memory() + room.weights * _FLOAT * _WEIGHT_COPIES
+    held += room.head_tokens * config.hidden_size * _FLOAT * _HEAD_COPIES
+    longest = sorted(steps, key=_rows)[-_STEPS:]
+    held += room.feature_size * _rows(longest[-1])
+    least = 0
     for blocks in range(recipe.pass_blocks, 0, -1):
-        one = pass_bytes(config, head_tokens, blocks, recipe.max_length)
-        if held + streams * one <= limit_bytes:
+        parts = [part for step in longest for part in passes(step, blocks)]
+        one = max(
+            pass_bytes(
+                config, room.head_tokens, [(len(w.anchors), int(w.anchors.max())) for w in part]
+            )
+            for part in parts
+        )
+        least = held + max(room.target_pass, streams * one)
+        if least <= limit_bytes:
             return replace(recipe, pass_blocks=blocks)
-    least = held + streams * pass_bytes(config, head_tokens, 1, recipe.max_length)
     raise UsageError(
         f"A pass over one block takes {least / 1e9:.1f} GB with the target and the drafter, more "
         f"than the {limit_bytes / 1e9:.1f} GB there are. Lower --max-length (now "
         f"{recipe.max_length}), or raise --memory."
     )
+
+
+def _rows(step: Sequence[Work]) -> int:
+    return sum(work.text.length for work in step)
+
+
+@contextmanager
+def explained(stage: str, knobs: str) -> Iterator[None]:
+    """Turn MLX's error for memory that is not there into a sentence that names what to lower."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).lower()
+        if "allocate" in text or "memory" in text or isinstance(error, MemoryError):
+            raise UsageError(f"{stage} ran out of memory ({error}). Lower {knobs}.") from error
+        raise

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,14 +28,15 @@ from dflash_mlx.loader import dtype_name, read_target_config
 from dflash_mlx.machine import memory_bytes
 from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
+from dflash_mlx.train.batches import epoch_steps
 from dflash_mlx.train.card import model_card
 from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
 from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.export import save_token_order
-from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.features import PASS_ROWS, FeatureSpec, bytes_a_token
 from dflash_mlx.train.files import write_text
 from dflash_mlx.train.folder import locked, taken
-from dflash_mlx.train.memory import fitted
+from dflash_mlx.train.memory import Room, explained, fitted, target_pass_bytes
 from dflash_mlx.train.naming import hash_of, target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
@@ -83,7 +83,6 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         trained, held, task = _data(order, engine, name, config, stored, start, work, voice)
     streams = order.streams or _streams()
     recipe = _within_memory(order, recipe, task, start, streams, voice)
-    began = time.monotonic()
     trainer = Trainer(
         task,
         recipe,
@@ -108,7 +107,7 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         "trained_texts": len(trained),
         "held_out_texts": len(held),
         "answer_tokens": sum(len(text.answer_ids) for text in trained),
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(progress.seconds, 1),
     }
     save_curve(order.out, progress.history)
     write_text(order.out / "README.md", model_card(task.config, run, result, progress.history))
@@ -178,7 +177,10 @@ def _data(
         raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
     trained, held = split(texts, recipe.held_out)
     if len(held) < recipe.held_out:
-        voice.say(f"{len(held)} texts are held out, not {recipe.held_out}: a quarter at most.")
+        voice.say(
+            f"{len(held)} texts are held out, not {recipe.held_out}: a quarter at most, and all "
+            "answers of a prompt or none."
+        )
     task = _task(order, engine, name, config, stored, trained, held, start, work, voice)
     return trained, held, task
 
@@ -187,23 +189,22 @@ def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) ->
     """Answers given, and those the target gives to the prompts."""
     texts = read_answers(order.answers, engine.target.vocab_size)
     if order.prompts:
-        answered = answer_prompts(
-            engine.target,
-            engine.tokenizer,
-            read_prompts(order.prompts),
-            work / "answers.jsonl",
-            AnswerSettings(
-                name,
-                order.temperature,
-                order.max_answer,
-                order.recipe.seed,
-                order.thinking,
-            ),
-            max_length=order.recipe.max_length,
-            places=order.slots,
-            cache_limit=max(0, _memory_limit(order) - mx.get_active_memory()),
-            progress=lambda done, total, speed: voice.stage("answers", done, total),
+        settings = AnswerSettings(
+            name, order.temperature, order.max_answer, order.recipe.seed, order.thinking
         )
+        with explained("Answering prompts", f"--slots (now {order.slots}), then --max-answer"):
+            answered = answer_prompts(
+                engine.target,
+                engine.tokenizer,
+                read_prompts(order.prompts),
+                work / "answers.jsonl",
+                settings,
+                max_length=order.recipe.max_length,
+                places=order.slots,
+                cache_limit=max(0, _memory_limit(order) - mx.get_active_memory()),
+                given=texts,
+                progress=lambda done, total, speed: voice.stage("answers", done, total),
+            )
         if answered.skipped:
             voice.say(f"{answered.skipped} prompts are too long for an answer; left out.")
         made = answered.texts
@@ -235,14 +236,15 @@ def _task(
         features, held_features = Online(target, spec), Online(target, exact)
     else:
         limit = None if order.cache_limit_gb is None else int(order.cache_limit_gb * 1e9)
-        features, held_features = offline(
-            work / "features",
-            [(spec, trained), (exact, held)],
-            target,
-            limit,
-            voice.say,
-            lambda done, total: voice.stage("features", done, total),
-        )
+        with explained("Computing features", f"--max-length (now {order.recipe.max_length})"):
+            features, held_features = offline(
+                work / "features",
+                [(spec, trained), (exact, held)],
+                target,
+                limit,
+                voice.say,
+                lambda done, total: voice.stage("features", done, total),
+            )
     described = {
         "target": name,
         "config": dict(stored),
@@ -276,15 +278,20 @@ def _within_memory(
 ) -> Recipe:
     limit_bytes = _memory_limit(order)
     used = {token for text in task.trained for token in text.answer_ids}
-    longest = max(text.length for text in task.trained)
-    fits = fitted(
-        replace(recipe, max_length=longest),
-        task.config,
+    target, longest = task.target, max(text.length for text in task.trained)
+    spec = FeatureSpec("", task.config.target_layer_ids, order.top_k, order.cache_dtype)
+    vocab = target.vocab_size if order.top_k else 0
+    rows, read = max(PASS_ROWS, longest), len(spec.taps) * target.hidden_size
+    room = Room(
         sum(array.size for array in start.weights.values()),
         len(used) + recipe.negatives,
-        limit_bytes,
-        streams,
+        bytes_a_token(spec, target.hidden_size),
+        target_pass_bytes(target.hidden_size, read, vocab, rows) if order.online else 0,
     )
+    steps = epoch_steps(
+        task.trained, 0, seed=recipe.seed, anchors=recipe.anchors, blocks=recipe.step_blocks
+    )
+    fits = fitted(recipe, task.config, room, steps, limit_bytes, streams)
     if fits.pass_blocks != recipe.pass_blocks:
         voice.say(
             f"{fits.pass_blocks} blocks a pass instead of {recipe.pass_blocks}, so that "

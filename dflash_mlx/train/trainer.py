@@ -27,6 +27,7 @@ from dflash_mlx.train.export import as_drafter, has_drafter, save_drafter
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.interrupt import uninterrupted
 from dflash_mlx.train.loss import HeadSubset, position_weights
+from dflash_mlx.train.memory import explained
 from dflash_mlx.train.naming import same_target
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import Replay, joined, replay_sets
@@ -114,19 +115,18 @@ class Trainer:
         self._head: tuple[int, HeadSubset] | None = None
         self._planned: tuple[int, list[list[Work]]] | None = None
         self._clock = time.monotonic()
-        self._done_before = self.progress.step
+        self._done_before, self._seconds_before = self.progress.step, self.progress.seconds
         self._positions = 0
 
     def run(self) -> Progress:
         """Train to the end, or until KeyboardInterrupt, which leaves a state to go on from."""
         try:
-            while self.progress.step < self.steps:
-                self._advance()
+            with explained("Training", self._knobs):
+                while self.progress.step < self.steps:
+                    self._advance()
         except KeyboardInterrupt:
             self.save()
             raise
-        except RuntimeError as error:
-            raise self._explained(error) from error
         if not self._measured():
             self._measure()
         return self.progress
@@ -134,6 +134,7 @@ class Trainer:
     def save(self) -> None:
         """Write the state as it is after the last whole step."""
         run = {"recipe": self.recipe.as_json(), **self.task.described}
+        self.progress.seconds = self._seconds_before + time.monotonic() - self._clock
         state = self.optimizer.state
         save_state(self.folder, self.parameters, state, self.progress, run)
 
@@ -308,11 +309,9 @@ class Trainer:
             pace * (self.steps - progress.step),
         )
 
-    def _explained(self, error: RuntimeError) -> Exception:
-        text = str(error).lower()
-        if "allocate" not in text and "memory" not in text:
-            return error
-        return UsageError(
-            f"Training ran out of memory ({error}). Lower --pass-blocks (now "
-            f"{self.recipe.pass_blocks}), then --max-length (now {self.recipe.max_length})."
+    @property
+    def _knobs(self) -> str:
+        recipe = self.recipe
+        return (
+            f"--pass-blocks (now {recipe.pass_blocks}), then --max-length (now {recipe.max_length})"
         )
