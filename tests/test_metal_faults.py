@@ -127,8 +127,13 @@ def test_the_kernel_without_a_fault_is_right_in_every_schedule(mode: Mode) -> No
         np.testing.assert_array_equal(_run(0, mode, schedule), rolled + sums)
 
 
+@pytest.mark.parametrize("optimised", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(fault: int) -> None:
+def test_a_planted_fault_is_named(
+    fault: int, optimised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if optimised:
+        monkeypatch.setattr("metal_cpu.launch._SMALL", 0)
     with time_limit(0.3), pytest.raises(Fault) as caught:
         _run(fault)
     assert re.match(FAULTS[fault], str(caught.value)), str(caught.value)

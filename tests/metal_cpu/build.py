@@ -29,7 +29,9 @@ _KERNEL = [
 _FAST = [*_KERNEL, "-O2", "-fno-sanitize=all"]
 _CHECK = [
     *_KERNEL,
-    *["-O1", "-DMSL_CHECK", "-fsanitize=thread", "-mllvm", "-tsan-instrument-read-before-write=1"],
+    # Without optimisation zig adds sanitizers of its own, which the runtime has no handlers for.
+    *["-DMSL_CHECK", "-fno-sanitize=undefined", "-fsanitize=thread"],
+    *["-mllvm", "-tsan-instrument-read-before-write=1"],
     "-fsanitize=array-bounds,integer-divide-by-zero,alignment,float-cast-overflow",
     "-fno-sanitize-recover=all",
 ]
@@ -109,10 +111,14 @@ def compile_errors(cpp: str) -> list[int]:
 
 
 @cache
-def kernel_library(cpp: str, *, check: bool) -> ctypes.CDLL:
-    """A kernel from source.to_cpp, for check mode or for fast mode."""
+def kernel_library(cpp: str, *, check: bool, small: bool) -> ctypes.CDLL:
+    """A kernel from source.to_cpp, for check mode or for fast mode.
+
+    small: launches are so small that check mode's optimisation would take longer than they do.
+    """
     runtime()
-    return _load(shared_object("kernel", {"kernel.cpp": cpp}, _CHECK if check else _FAST))
+    flags = [*_CHECK, "-O0" if small else "-O1"] if check else _FAST
+    return _load(shared_object("kernel", {"kernel.cpp": cpp}, flags))
 
 
 @cache
