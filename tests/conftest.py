@@ -41,6 +41,17 @@ def row_invariant_blas() -> None:
     assert not blas_in_use().fast, "exactness is tested on the BLAS of MLX's own wheel"
 
 
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of training write their course as numbers only: a picture takes longer than a tiny run.
+
+    test_train_run.py has runs with the picture.
+    """
+    from dflash_mlx.train import curve, run
+
+    monkeypatch.setattr(run, "save_curve", curve.save_numbers)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="run Metal kernels on the CPU in every order of threads"

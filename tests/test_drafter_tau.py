@@ -19,6 +19,8 @@ from dflash_mlx.train.shape import Shape
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import drafter_tau
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 TOKENS = 9
 
 

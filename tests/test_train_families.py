@@ -18,6 +18,8 @@ from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.shape import Shape
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 TEXTS, BLOCK, ANSWER = 20, 4, 8
 RECIPE = Recipe(
     block_size=BLOCK,

@@ -36,6 +36,8 @@ from dflash_mlx.train.run import Voice, train
 from dflash_mlx.train.shape import Shape
 from dflash_mlx.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 RECIPE = Recipe(block_size=4, steps=2, step_blocks=8, pass_blocks=8, held_out=1, measure_every=2)
 
 

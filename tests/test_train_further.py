@@ -24,6 +24,8 @@ from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import train
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 RECIPE = Recipe(steps=1, step_blocks=8, pass_blocks=8, held_out=1, measure_every=2, negatives=8)
 FITTING = {"vocab_size": 288, "draft_vocab_size": None, "num_target_layers": None}
 

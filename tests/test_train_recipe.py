@@ -27,6 +27,8 @@ from dflash_mlx.train.shape import Shape
 from dflash_mlx.train.start import random_start
 from dflash_mlx.train.trainer import Trainer, learning_rate
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 RECIPE = Recipe(block_size=4, steps=3, step_blocks=8, pass_blocks=8, held_out=1, negatives=8)
 
 

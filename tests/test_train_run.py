@@ -52,7 +52,7 @@ def given(tmp_path_factory):
 
 
 @pytest.fixture
-def order(given, tmp_path):
+def order(given, tmp_path, no_picture):
     shape = Shape(layers=1, taps=2)
     return Order(given[0], tmp_path / "out", RECIPE, shape, answers=[given[1]])
 

@@ -20,6 +20,8 @@ from dflash_mlx.train.run import train
 from dflash_mlx.train.shape import Shape
 from dflash_mlx.train.sources import offline
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 TRAINED = [Text(f"a{i}", (1, 2, 3), (4, 5, 6, i)) for i in range(4)]
 HELD = [Text(f"b{i}", (1, 2), (7, 8, 9, i)) for i in range(3)]
 # tokens, times taps, times 48 hidden units, times the size of the type; 8 for every likely token
