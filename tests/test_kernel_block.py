@@ -23,7 +23,7 @@ from metal_kernels import (
     single_layer,
 )
 from test_kernel_matmul import dense, linear_layer
-from test_kernel_projection import TYPES, norm_of, reference, rope_of
+from test_kernel_projection import GROUPS, TYPES, norm_of, reference, rope_of
 
 from dflash_mlx.features import Features
 from dflash_mlx.kernels import (
@@ -166,9 +166,7 @@ def _check_block(
         assert_near(same, want, size)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(("dtype", "bits", "group"), GROUPS)
 def test_blocks_and_taps_of_each_group_size(dtype: mx.Dtype, bits: int, group: int) -> None:
     _check_block(Layer(2, 1, 32, 128, dtype, bits=bits, group=group), 3, "theta", dtype)
     _check_taps(_taps(2, 3, 128, dtype), 12, dtype, bits, group)
