@@ -2,7 +2,6 @@
 
     scripts/ablate --answers answers.jsonl --work FOLDER [--steps 480] [--blocks 32] [--only WORD]
 
-Many small steps: with as many rows they learn far more than few large ones.
 Held-out τ comes from training's own passes: some variants have no counterpart at run time.
 """
 
@@ -14,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--answers", type=Path, action="append", required=True)
     parser.add_argument("--work", type=Path, required=True)
+    # Many small steps: with as many rows they learn far more than few large ones.
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--texts", type=int, default=2000)
@@ -52,7 +53,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of a held-out answer that count")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", default="", help="variants whose name holds this")
+    parser.add_argument(
+        "--only", default="", help="variants whose name holds this, or one of these|these"
+    )
     return parser.parse_args()
 
 
@@ -87,9 +90,14 @@ class Comparison:
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def run(self, variant: ablate.Variant, seed: int) -> tuple[float, float, float]:
-        """(held-out τ, share of right first drafts, CPU seconds of training) of one variant."""
-        options = self.options
+    def run(
+        self, variants: Sequence[ablate.Variant], seed: int
+    ) -> list[tuple[float, float, float]]:
+        """(held-out τ, share of right first drafts, CPU seconds of training) of each variant.
+
+        They are one training, and differ in the rows that a cycle verifies.
+        """
+        options, variant = self.options, variants[0]
         settings = {
             "block_size": 8,
             "steps": options.steps,
@@ -114,9 +122,11 @@ class Comparison:
             began = time.process_time()
             trainer.run()
             seconds = time.process_time() - began
-        tau, first = trainer.measured(options.tokens)
-        mx.clear_cache()
-        return tau, first, seconds
+        results = []
+        for trainer.variant in variants:
+            results.append((*trainer.measured(options.tokens), seconds))
+            mx.clear_cache()
+        return results
 
     def _task(self, variant: ablate.Variant, config: DFlashConfig) -> Task:
         features: list[Any] = list(self.features)
@@ -128,18 +138,28 @@ class Comparison:
         return Task(self.target, ends, config, self.base, self.trained, self.held, *features, {})
 
 
+def trained_alike(variants: Sequence[ablate.Variant]) -> list[list[ablate.Variant]]:
+    """Variants whose training is the same, together; in the order of the first of each."""
+    groups: dict[str, list[ablate.Variant]] = {}
+    for variant in variants:
+        groups.setdefault(str(replace(variant, name="", verified=None)), []).append(variant)
+    return list(groups.values())
+
+
 def main() -> int:
     options = arguments()
     comparison = Comparison(options)
-    chosen = [v for v in ablate.variants(TAPS) if options.only in v.name]
+    words = options.only.split("|")
+    chosen = [v for v in ablate.variants(TAPS) if any(word in v.name for word in words)]
     print(f"{fast_blas.CHOICE.name}; {options.steps} steps of {options.blocks * 8} rows,")
     print(f"{len(comparison.trained)} texts, {len(comparison.held)} held out\n")
     print("| variant | held-out τ | first draft right | CPU seconds |\n|---|---|---|---|")
-    for variant in chosen:
-        runs = [comparison.run(variant, seed) for seed in range(options.seeds)]
-        tau, first, seconds = (statistics.median(column) for column in zip(*runs, strict=True))
-        print(f"| {variant.name} | {tau:.3f} | {first:.3f} | {seconds:.0f} |", flush=True)
-        print(json.dumps({"variant": variant.name, "runs": runs}), file=sys.stderr)
+    for alike in trained_alike(chosen):
+        found = [comparison.run(alike, seed) for seed in range(options.seeds)]
+        for variant, runs in zip(alike, zip(*found, strict=True), strict=True):
+            tau, first, seconds = (statistics.median(column) for column in zip(*runs, strict=True))
+            print(f"| {variant.name} | {tau:.3f} | {first:.3f} | {seconds:.0f} |", flush=True)
+            print(json.dumps({"variant": variant.name, "runs": runs}), file=sys.stderr)
     return 0
 
 

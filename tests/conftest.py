@@ -47,9 +47,9 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
     test_train_run.py has runs with the picture.
     """
-    from dflash_mlx.train import curve, run
+    from dflash_mlx.train import curve, trainer
 
-    monkeypatch.setattr(run, "save_curve", curve.save_numbers)
+    monkeypatch.setattr(trainer, "save_curve", curve.save_numbers)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,7 +23,7 @@ from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.train import folder as folders
 from dflash_mlx.train import run as runs
 from dflash_mlx.train.answer_file import AnswerFile, AnswerSettings
-from dflash_mlx.train.checkpoint import Progress, load_state, save_state
+from dflash_mlx.train.checkpoint import STATE, Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.export import save_drafter
 from dflash_mlx.train.files import write_text
@@ -204,17 +204,18 @@ WEIGHTS = {"a": mx.ones((5000,))}
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        ("state.safetensors", lambda at, w: save_state(at, w, {}, Progress(), {})),
+        (STATE, lambda at, w: save_state(at, w, {}, Progress(), {})),
         ("model.safetensors", lambda at, w: save_drafter(at, {}, w)),
         ("text.json", lambda at, w: write_text(at / "text.json", "x" * 9000)),
     ],
 )
 def test_a_full_disk_is_one_sentence_and_nothing_half(tmp_path, name, write):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"old")
     with full_disk(5000), pytest.raises(UsageError, match=rf"/{name} cannot be written \(.+\)"):
         write(tmp_path, WEIGHTS)
     assert (tmp_path / name).read_bytes() == b"old"
-    assert not list(tmp_path.glob("partial-*"))
+    assert not list(tmp_path.rglob("partial-*"))
 
 
 def test_a_full_disk_leaves_a_file_of_whole_answers(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -282,14 +283,6 @@ def test_other_settings_are_refused_by_name(finished):
         train(replace(order, init="random"))
 
 
-def test_a_damaged_state_is_named(order):
-    train(replace(order, recipe=replace(RECIPE, steps=2)))
-    file = order.out / "state.safetensors"
-    file.write_bytes(file.read_bytes()[:-50])
-    with pytest.raises(CheckpointError, match="no state of a training run"):
-        train(replace(order, recipe=replace(RECIPE, steps=2)))
-
-
 def test_damaged_features_are_named(order):
     work = order.out / "work"
     short = replace(order, recipe=replace(RECIPE, steps=2), work=work)
@@ -310,14 +303,6 @@ def test_features_of_another_text_are_named(order):
         mx.save_safetensors(str(shard), arrays)
     with pytest.raises(CheckpointError, match="other shapes than its text"):
         train(replace(short, out=order.out / "other"))
-
-
-def test_a_lost_drafter_is_not_passed_over(order):
-    finished = replace(order, recipe=replace(RECIPE, steps=2))
-    train(finished)
-    (order.out / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="not its best drafter"):
-        train(finished)
 
 
 @pytest.mark.parametrize(
@@ -396,5 +381,6 @@ def test_the_command_line(given, tmp_path, capsys):
     out, err = capsys.readouterr()
     result = json.loads(out.strip().splitlines()[-1])
     assert result["steps"] == 3
-    assert "step 3/3" in err
+    parts = "step 3/3", "loss N", "rows N N N", r"τ N \(best N\)", "N tokens/s", "0:00:00 left"
+    assert re.search("  ".join(parts).replace("N", r"\d+(\.\d+)?"), err)
     assert "will take" in err

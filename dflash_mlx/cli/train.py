@@ -111,6 +111,12 @@ TrainDtype = Annotated[
 Revision = Annotated[
     str | None, option("Commit, tag or branch of the target's hub repo.", "--revision")
 ]
+Until = Annotated[
+    str | None,
+    option(
+        "End behind this stage; the run goes on without it.", "--until", metavar="answers|features"
+    ),
+]
 Json = Annotated[bool, option("Print one JSON document as the last line.", "--json")]
 
 
@@ -152,6 +158,7 @@ def train(
     train_dtype: TrainDtype = None,
     memory: Memory = None,
     revision: Revision = None,
+    until: Until = None,
     as_json: Json = False,
 ) -> None:
     """Train a drafter for TARGET; the same command goes on where it was stopped."""
@@ -159,11 +166,13 @@ def train(
     from dflash_mlx.machine import prepare_blas
 
     prepare_blas()  # the next lines import MLX
+    from dflash_mlx.train.interrupt import stopped_by_signals
     from dflash_mlx.train.run import Voice
     from dflash_mlx.train.run import train as carry_out
 
     try:
-        result = carry_out(_order(options), Voice(console.say, _Stages().show, _show))
+        with stopped_by_signals():
+            result = carry_out(_order(options), Voice(console.say, _Stages().show, _show))
     except KeyboardInterrupt:
         console.say("Stopped. The same command goes on from here.")
         raise
@@ -209,6 +218,7 @@ def _order(given: dict[str, Any]) -> Order:
         dtype=given["dtype"],
         revision=given["revision"],
         memory_gb=given["memory"],
+        until=given["until"],
     )
 
 

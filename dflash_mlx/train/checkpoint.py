@@ -11,11 +11,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.train.files import write_tensors
+from dflash_mlx.train.files import make_folder, write_tensors
 
 _FORMAT = "1"
-#: the file's name
-STATE = "state.safetensors"
+#: in a folder of its own: who serves the drafter reads every *.safetensors beside it
+STATE = "training/state.safetensors"
+#: where earlier versions put it
+_OLD = "state.safetensors"
 
 
 @dataclass
@@ -72,7 +74,14 @@ def save_state(
         "progress": json.dumps(asdict(progress)),
         "run": json.dumps(run),
     }
+    make_folder((folder / STATE).parent)
     write_tensors(folder / STATE, arrays, described)
+    (folder / _OLD).unlink(missing_ok=True)
+
+
+def has_state(folder: Path) -> bool:
+    """Whether a run left its state in the folder."""
+    return any((folder / name).exists() for name in (STATE, _OLD))
 
 
 def load_state(folder: Path) -> tuple[Any, Any, Progress, dict[str, Any]] | None:
@@ -80,8 +89,8 @@ def load_state(folder: Path) -> tuple[Any, Any, Progress, dict[str, Any]] | None
 
     CheckpointError for a file that is none of ours.
     """
-    file = folder / STATE
-    if not file.exists():
+    file = next((folder / name for name in (STATE, _OLD) if (folder / name).exists()), None)
+    if file is None:
         return None
     try:
         arrays, described = mx.load(str(file), return_metadata=True)

@@ -19,7 +19,7 @@ from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment, packed, spans
 from dflash_mlx.train.corpus import Text
-from dflash_mlx.train.files import make_folder, write_tensors
+from dflash_mlx.train.files import make_folder, write_tensors, write_text
 
 #: tokens of one forward pass of the target
 PASS_ROWS = 1024
@@ -99,11 +99,6 @@ class FeatureCache:
                 if name.endswith(".features"):
                     self._where[name.removesuffix(".features")] = shard
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return sum(shard.stat().st_size for shard in self.folder.glob("features-*.safetensors"))
-
     def __contains__(self, text: Text) -> bool:
         return _key(text) in self._where
 
@@ -135,6 +130,8 @@ class FeatureCache:
                 arrays[f"{key}.ids"], arrays[f"{key}.logprobs"] = seen.ids, seen.logprobs
         name = hashlib.sha256("".join(sorted(arrays)).encode()).hexdigest()[:12]
         shard = self.folder / f"features-{name}.safetensors"
+        # For whoever looks into the folder: its name is a hash of this.
+        write_text(self.folder / "features.json", json.dumps(asdict(self.spec), indent=2) + "\n")
         write_tensors(shard, arrays)
         self._where |= dict.fromkeys(map(_key, texts), shard)
 

@@ -11,15 +11,17 @@ from pathlib import Path
 
 from dflash_mlx.draft.checkpoint import UNFINISHED as MARK
 from dflash_mlx.errors import UsageError
-from dflash_mlx.train.checkpoint import STATE
+from dflash_mlx.train.checkpoint import has_state
 from dflash_mlx.train.files import make_folder, partial_of, reason, write_text
 
 _NOTE = "This training run is not finished: give the same command again, or delete the folder."
 
 
 @contextmanager
-def taken(folder: Path) -> Iterator[None]:
+def taken(folder: Path, *, finished: bool = True) -> Iterator[None]:
     """Have `folder` for one run. What fails before it leaves a file takes the folder away again.
+
+    finished: what is done inside ends the run, and not only one of its stages.
 
     UsageError for a folder with other things in it than a run's, and while another run has it.
     """
@@ -31,7 +33,8 @@ def taken(folder: Path) -> Iterator[None]:
             if new:
                 _withdraw(folder)
             raise
-        (folder / MARK).unlink(missing_ok=True)
+        if finished:
+            (folder / MARK).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -78,7 +81,7 @@ def _lock(folder: Path) -> Iterator[None]:
 def _mark(folder: Path) -> bool:
     """Whether the folder is new, and marked now; False for that of an earlier run."""
     names = _names(folder) - {partial_of(folder / MARK).name}  # of a run killed at once
-    if STATE in names or MARK in names:
+    if has_state(folder) or MARK in names:
         return False
     if names:
         raise UsageError(

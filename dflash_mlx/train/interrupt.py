@@ -12,6 +12,26 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """kill and a closed terminal stop what runs inside as Ctrl-C does, unless they are handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers are set in the main thread only
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    ending = [s for s in _SIGNALS if signal.getsignal(s) == signal.SIG_DFL]
+    try:
+        for number in ending:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C, and other signals that a Python function handles, wait for the end of the section.
 

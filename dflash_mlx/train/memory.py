@@ -36,7 +36,7 @@ class Room:
     """What a run holds at a time, besides what MLX has allocated when it is planned.
 
     weights: numbers of the drafter. head_tokens: rows of the restricted head. feature_size: bytes
-    of a token's features. target_pass: bytes of the target's pass where features are not stored.
+    of a token's features. target_pass: bytes of a pass of the target that computes features.
     """
 
     weights: int

@@ -13,6 +13,8 @@ from dflash_mlx.train.shape import Shape
 
 #: most likely tokens kept of every answer position for soft labels
 _TOP_K = 32
+#: what a run can make besides a drafter
+STAGES = ("answers", "features")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Order:
     revision: str | None = None
     streams: int | None = None
     memory_gb: float | None = None
+    until: str | None = None  # the stage that is the last: answers, features; None is all
 
     def __post_init__(self) -> None:
         for name, least in {"slots": 1, "streams": 1, "block_size": 2}.items():
@@ -53,6 +56,10 @@ class Order:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{name} is {value}. Give a number of GB above 0.")
+        if self.until not in (None, *STAGES):
+            raise UsageError(f"until is {self.until!r}. Give one of {', '.join(STAGES)}.")
+        if self.until == "features" and self.online:
+            raise UsageError("--online stores no features. Leave it or --until features out.")
         if self.cache_dtype not in DTYPES:
             raise UsageError(
                 f"Features cannot be stored as {self.cache_dtype!r}. Give one of "

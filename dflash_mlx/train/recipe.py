@@ -64,9 +64,12 @@ class Recipe:
         return asdict(self)
 
     def differences(self, stored: dict[str, Any]) -> list[str]:
-        """Settings that differ from a stored run's, as "name: stored -> ours"."""
+        """Settings that differ from a stored run's, as "name: stored -> ours".
+
+        Blocks a pass may differ: a run that ran out of memory goes on with fewer.
+        """
         ours = self.as_json()
-        names = [field.name for field in fields(self)]
+        names = [field.name for field in fields(self) if field.name != "pass_blocks"]
         return [f"{n}: {stored.get(n)} -> {ours[n]}" for n in names if stored.get(n) != ours[n]]
 
 

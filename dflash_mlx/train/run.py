@@ -26,12 +26,12 @@ from dflash_mlx.engine import Engine
 from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import dtype_name, read_target_config
 from dflash_mlx.machine import memory_bytes
+from dflash_mlx.models.base import Target
 from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.batches import epoch_steps
 from dflash_mlx.train.card import model_card
 from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
-from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.export import save_token_order
 from dflash_mlx.train.features import PASS_ROWS, FeatureSpec, bytes_a_token
 from dflash_mlx.train.files import write_text
@@ -65,7 +65,7 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     voice = voice or Voice()
     if not (order.prompts or order.answers):
         raise UsageError("Nothing to train on. Give --prompts or --answers files.")
-    with taken(order.out):
+    with taken(order.out, finished=order.until is None):
         return _carry_out(order, voice)
 
 
@@ -74,15 +74,21 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
     engine = engines.load(order.target, draft=None, dtype=order.dtype, revision=order.revision)
     stored, start, why_mask = _drafter(order, engine)
     config = parse_config(stored)
-    recipe = replace(order.recipe, block_size=config.block_size)
     check_fit(config, engine.target)
     voice.say(_introduction(engine, config, start, why_mask))
     name = target_name(order, engine)
     # What two runs write into one folder at the same time would be made twice, or mixed.
     with nullcontext() if work.resolve() == order.out.resolve() else locked(work):
-        trained, held, task = _data(order, engine, name, config, stored, start, work, voice)
-    streams = order.streams or _streams()
-    recipe = _within_memory(order, recipe, task, start, streams, voice)
+        texts = _texts(order, engine, name, work, voice)
+        if order.until == "answers":
+            return _stage(order, engine, texts, work / "answers.jsonl")
+        trained, held = _divided(order, engine, texts, voice)
+        streams = order.streams or _streams()
+        # Before hours may go into features.
+        recipe = _within_memory(order, engine.target, config, trained, start, streams, voice)
+        task = _task(order, engine, name, config, stored, trained, held, start, work, voice)
+        if order.until == "features":
+            return _stage(order, engine, [*trained, *held], work / "features")
     trainer = Trainer(
         task,
         recipe,
@@ -109,7 +115,6 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         "answer_tokens": sum(len(text.answer_ids) for text in trained),
         "seconds": round(progress.seconds, 1),
     }
-    save_curve(order.out, progress.history)
     write_text(order.out / "README.md", model_card(task.config, run, result, progress.history))
     return result
 
@@ -157,19 +162,22 @@ def _introduction(engine: Engine, config: DFlashConfig, start: Start, why_mask: 
     )
 
 
-def _data(
-    order: Order,
-    engine: Engine,
-    name: str,
-    config: DFlashConfig,
-    stored: Mapping[str, Any],
-    start: Start,
-    work: Path,
-    voice: Voice,
-) -> tuple[list[Text], list[Text], Task]:
-    """Texts to train on and texts held out, and the task with their features."""
+def _stage(order: Order, engine: Engine, texts: list[Text], made: Path) -> dict[str, Any]:
+    """The result of a run that was to make its data only."""
+    return {
+        "model": engine.model,
+        "until": order.until,
+        "made": str(made),
+        "texts": len(texts),
+        "answer_tokens": sum(len(text.answer_ids) for text in texts),
+    }
+
+
+def _divided(
+    order: Order, engine: Engine, texts: list[Text], voice: Voice
+) -> tuple[list[Text], list[Text]]:
+    """Texts to train on and texts held out, without those that hold no block."""
     recipe = order.recipe
-    texts = _texts(order, engine, name, work, voice)
     texts, short = usable(texts, min(recipe.max_length, engine.target.context_length))
     if short:
         voice.say(f"{short} texts are too short to train on, or longer than --max-length alone.")
@@ -181,8 +189,7 @@ def _data(
             f"{len(held)} texts are held out, not {recipe.held_out}: a quarter at most, and all "
             "answers of a prompt or none."
         )
-    task = _task(order, engine, name, config, stored, trained, held, start, work, voice)
-    return trained, held, task
+    return trained, held
 
 
 def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) -> list[Text]:
@@ -274,24 +281,32 @@ def _memory_limit(order: Order) -> int:
 
 
 def _within_memory(
-    order: Order, recipe: Recipe, task: Task, start: Start, streams: int, voice: Voice
+    order: Order,
+    target: Target,
+    config: DFlashConfig,
+    trained: list[Text],
+    start: Start,
+    streams: int,
+    voice: Voice,
 ) -> Recipe:
+    """The recipe for this drafter, with as few blocks a pass as memory asks for."""
+    recipe = replace(order.recipe, block_size=config.block_size)
     limit_bytes = _memory_limit(order)
-    used = {token for text in task.trained for token in text.answer_ids}
-    target, longest = task.target, max(text.length for text in task.trained)
-    spec = FeatureSpec("", task.config.target_layer_ids, order.top_k, order.cache_dtype)
+    used = {token for text in trained for token in text.answer_ids}
+    longest = max(text.length for text in trained)
+    spec = FeatureSpec("", config.target_layer_ids, order.top_k, order.cache_dtype)
     vocab = target.vocab_size if order.top_k else 0
     rows, read = max(PASS_ROWS, longest), len(spec.taps) * target.hidden_size
     room = Room(
         sum(array.size for array in start.weights.values()),
         len(used) + recipe.negatives,
         bytes_a_token(spec, target.hidden_size),
-        target_pass_bytes(target.hidden_size, read, vocab, rows) if order.online else 0,
+        target_pass_bytes(target.hidden_size, read, vocab, rows),
     )
     steps = epoch_steps(
-        task.trained, 0, seed=recipe.seed, anchors=recipe.anchors, blocks=recipe.step_blocks
+        trained, 0, seed=recipe.seed, anchors=recipe.anchors, blocks=recipe.step_blocks
     )
-    fits = fitted(recipe, task.config, room, steps, limit_bytes, streams)
+    fits = fitted(recipe, config, room, steps, limit_bytes, streams)
     if fits.pass_blocks != recipe.pass_blocks:
         voice.say(
             f"{fits.pass_blocks} blocks a pass instead of {recipe.pass_blocks}, so that "

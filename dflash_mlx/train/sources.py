@@ -56,7 +56,7 @@ def offline(
     )
     if count := sum(map(len, missing)):
         announce(f"Features of {count} texts will take {size / 1e9:.2f} GB in {folder}.")
-    there = sum(cache.size for cache in caches.values())
+    there = sum(shard.stat().st_size for shard in folder.glob("*/features-*.safetensors"))
     if limit_bytes is not None and size + there > limit_bytes:
         raise UsageError(
             f"The features take {(size + there) / 1e9:.2f} GB, more than the limit of "

@@ -22,7 +22,7 @@ from dflash_mlx.models.base import Target
 from dflash_mlx.train.batches import Work, epoch_steps, passes
 from dflash_mlx.train.checkpoint import Progress, load_state, save_state
 from dflash_mlx.train.corpus import Text
-from dflash_mlx.train.curve import save_numbers
+from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.export import as_drafter, has_drafter, save_drafter
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.interrupt import uninterrupted
@@ -33,6 +33,9 @@ from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import Replay, joined, replay_sets
 from dflash_mlx.train.start import Weights, new_model
 from dflash_mlx.train.step import Objective, Pass, StepResult, Streams, build_pass, gradients
+
+#: seconds between states on disk: what a machine that goes down may cost
+SAVE_SECONDS = 300.0
 
 
 class Features(Protocol):
@@ -114,7 +117,7 @@ class Trainer:
         self._model = new_model(task.config)
         self._head: tuple[int, HeadSubset] | None = None
         self._planned: tuple[int, list[list[Work]]] | None = None
-        self._clock = time.monotonic()
+        self._clock = self._saved = time.monotonic()
         self._done_before, self._seconds_before = self.progress.step, self.progress.seconds
         self._positions = 0
 
@@ -137,6 +140,7 @@ class Trainer:
         self.progress.seconds = self._seconds_before + time.monotonic() - self._clock
         state = self.optimizer.state
         save_state(self.folder, self.parameters, state, self.progress, run)
+        self._saved = time.monotonic()
 
     def _resume(self) -> bool:
         found = load_state(self.folder)
@@ -190,9 +194,13 @@ class Trainer:
             self._count(result)
         if progress.step % self.recipe.measure_every == 0:
             self._measure()
-        elif progress.step % self._look_every == 0 or progress.step == self._done_before + 1:
+            return
+        if progress.step % self._look_every == 0 or progress.step == self._done_before + 1:
             # The first step is told, too: how long the run will take is seen at once.
             self._report(self._summary(None))
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            with uninterrupted():
+                self.save()
 
     def _works(self) -> list[list[Work]]:
         """The steps of the epoch the run stands in."""
@@ -284,7 +292,7 @@ class Trainer:
         progress.history.append(entry)
         progress.clear()
         self.save()
-        save_numbers(self.folder, progress.history)
+        save_curve(self.folder, progress.history)
         return report
 
     def _replayed(self) -> dict[str, Replay]:

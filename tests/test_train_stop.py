@@ -1,0 +1,220 @@
+"""Runs that end early, in whatever way, and stages that are made alone: the next run goes on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from tiny_training import own_texts, read_json, write_answers, write_target
+
+import dflash_mlx
+from dflash_mlx.errors import CheckpointError, UsageError
+from dflash_mlx.train import trainer
+from dflash_mlx.train.checkpoint import STATE, load_state
+from dflash_mlx.train.interrupt import stopped_by_signals
+from dflash_mlx.train.order import Order
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.run import Voice, train
+from dflash_mlx.train.shape import Shape
+from dflash_mlx.weights import read_weights
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+
+RECIPE = Recipe(
+    block_size=4,
+    steps=6,
+    step_blocks=12,
+    pass_blocks=6,
+    learning_rate=4e-3,
+    negatives=16,
+    held_out=2,
+    measure_every=4,
+)
+#: a program that trains and dies without a word as soon as so many steps are counted
+DIES = """
+import os, pickle, sys
+import mlx.core as mx  # first: the BLAS of the tests
+mx.set_default_device(mx.cpu)
+from dflash_mlx.train import run, trainer
+order, steps, often = pickle.loads(sys.stdin.buffer.read())
+count = trainer.Trainer._count
+trainer.SAVE_SECONDS = 0.0 if often else 1e9
+def counting(self, result):
+    if self.progress.step == steps:
+        os.kill(os.getpid(), 9)
+    count(self, result)
+trainer.Trainer._count = counting
+run.train(order)
+"""
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("given")
+    target = write_target(folder / "target", "llama")
+    texts = own_texts(dflash_mlx.load(str(target), draft=None), 9)
+    return str(target), write_answers(folder / "answers.jsonl", texts)
+
+
+@pytest.fixture
+def order(given, tmp_path):
+    shape = Shape(layers=1, taps=2)
+    return Order(given[0], tmp_path / "out", RECIPE, shape, answers=[given[1]])
+
+
+@pytest.fixture(scope="module")
+def whole(given, tmp_path_factory):
+    """A run that nothing stops."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    train(Order(given[0], out, RECIPE, Shape(layers=1, taps=2), answers=[given[1]]))
+    return out
+
+
+def state_of(out: Path):
+    parameters, optimizer, progress, _ = load_state(out)
+    return dict(tree_flatten([parameters, optimizer])), progress
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = state_of(one), state_of(other)
+    arrays = ours[0].keys() == theirs[0].keys() and all(
+        mx.array_equal(ours[0][name], array) for name, array in theirs[0].items()
+    )
+    return arrays and ours[1] == theirs[1]
+
+
+@pytest.mark.parametrize(("often", "left"), [(False, 4), (True, 5)])
+def test_a_run_that_is_killed_goes_on_bit_for_bit(order, whole, often, left):
+    """From its last measurement, or where those are far apart from the state saved in between."""
+    done = subprocess.run(
+        [sys.executable, "-c", DIES], input=pickle.dumps((order, 5, often)), check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert state_of(order.out)[1].step == left
+    train(order)
+    assert same(order.out, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_a_program_leaves_a_state(order, whole, number, monkeypatch):
+    count = trainer.Trainer._count
+
+    def counting(self, result):
+        count(self, result)
+        if self.progress.step == 3:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_count", counting)
+        with pytest.raises(KeyboardInterrupt), stopped_by_signals():
+            train(order)
+    assert signal.getsignal(number) == signal.SIG_DFL
+    assert state_of(order.out)[1].step == 3
+    train(order)
+    assert same(order.out, whole)
+
+
+def test_whoever_runs_out_of_memory_can_follow_the_advice(order, whole, monkeypatch):
+    """Fewer blocks a pass: the same run goes on, and sums differ by rounding only."""
+    gradients = trainer.gradients
+
+    def full(objective, parameters, built, streams):
+        if max(len(part.anchors) for part in built) > 4 and model.progress.step == 2:
+            raise RuntimeError("[malloc] Unable to allocate 100 bytes.")
+        return gradients(objective, parameters, built, streams)
+
+    advance = trainer.Trainer._advance
+    model = None
+
+    def watched(self):
+        nonlocal model
+        model = self
+        advance(self)
+
+    monkeypatch.setattr(trainer, "gradients", full)
+    monkeypatch.setattr(trainer.Trainer, "_advance", watched)
+    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
+    with pytest.raises(UsageError, match=r"Lower --pass-blocks \(now 6\)"):
+        train(order)
+    assert state_of(order.out)[1].step == 2
+    train(replace(order, recipe=replace(RECIPE, pass_blocks=4)))
+    ours, theirs = state_of(order.out), state_of(whole)
+    assert ours[1].step == theirs[1].step
+    for name, array in theirs[0].items():
+        assert mx.allclose(ours[0][name], array, atol=1e-3), name
+
+
+def test_too_little_memory_is_told_before_features_are_made(order):
+    with pytest.raises(UsageError, match="A pass over one block takes"):
+        train(replace(order, memory_gb=1e-4))
+    assert not list(order.out.parent.rglob("features-*"))
+
+
+def test_stages_are_made_alone_and_taken_up(order, given, tmp_path, whole):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "p", "prompt": "Why?", "max": 5}\n')
+    order = replace(order, prompts=[prompts])
+    told = []
+    voice = Voice(told.append, lambda *at: told.append(str(at)))
+    first = train(replace(order, until="answers"), voice)
+    assert (first["until"], first["texts"]) == ("answers", 10)
+    assert Path(first["made"]).read_text().count("\n") == 1
+    assert not (order.out / "work" / "features").exists()
+    second = train(replace(order, until="features"), voice)
+    [kind, exact] = sorted(Path(second["made"]).glob("*/features.json"))
+    assert {read_json(file)["dtype"] for file in (kind, exact)} == {"bfloat16", "float32"}
+    assert read_json(kind)["taps"] == read_json(exact)["taps"]
+    assert not (order.out / STATE).exists()
+    told.clear()
+    assert train(order, voice)["steps"] == 6
+    assert not [line for line in told if re.search(r"will take|'features', 0, [1-9]", line)]
+
+
+def test_what_serves_the_drafter_finds_its_weights_only(order, whole):
+    assert [file.name for file in whole.glob("*.safetensors")] == ["model.safetensors"]
+    assert all("optimizer" not in name for name in read_weights(whole))
+
+
+def test_a_state_where_earlier_versions_put_it_is_gone_on_from(order, whole, monkeypatch):
+    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
+    count = trainer.Trainer._count
+
+    def counting(self, result):
+        count(self, result)
+        if self.progress.step == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_count", counting)
+        with pytest.raises(KeyboardInterrupt):
+            train(order)
+    (order.out / STATE).rename(order.out / "state.safetensors")
+    (order.out / STATE).parent.rmdir()
+    train(order)
+    assert same(order.out, whole)
+    assert not (order.out / "state.safetensors").exists()
+
+
+def test_a_damaged_state_is_named(order):
+    train(replace(order, recipe=replace(RECIPE, steps=2)))
+    file = order.out / STATE
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="no state of a training run"):
+        train(replace(order, recipe=replace(RECIPE, steps=2)))
+
+
+def test_a_lost_drafter_is_not_passed_over(order):
+    finished = replace(order, recipe=replace(RECIPE, steps=2))
+    train(finished)
+    (order.out / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="not its best drafter"):
+        train(finished)
