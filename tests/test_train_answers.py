@@ -184,13 +184,17 @@ def test_prompts_with_given_answers_are_not_answered_again(files: Files) -> None
     first, _, two, *_ = files.answer(PROMPTS).texts
     given = [replace(first, name="x"), replace(two, name="two", answer_ids=(9, 8))]
     got = files.answer(PROMPTS, path=files.folder / "b.jsonl", given=given)
-    assert [text.name for text in got.texts] == ["x", "one/turn-2", "two", "three", "four"]
+    assert [text.name for text in got.texts] == ["one", "one/turn-2", "two", "three", "four"]
     assert got.texts[2].answer_ids == (9, 8)
     assert got.made == 3
     stored = [text.name for text in read_answers([files.folder / "b.jsonl"], VOCAB)]
     assert sorted(stored) == ["four", "one/turn-2", "three"]
-    with pytest.raises(UsageError, match="one named 'two' to another prompt"):
-        files.answer(PROMPTS, given=[replace(first, name="two")])
+    # A given first turn goes before the file's own, so that given later turns are found.
+    other = replace(first, answer_ids=(7, 7))
+    news = files.answer(PROMPTS[:1], path=files.folder / "c.jsonl", given=[other]).texts
+    again = files.answer(PROMPTS, given=[replace(t, name=f"y{i}") for i, t in enumerate(news)])
+    assert again.texts[:2] == news
+    assert again.made == 0
 
 
 def test_further_turns_stand_behind_the_answers_tokens(files: Files) -> None:

@@ -224,13 +224,14 @@ def test_without_held_out_texts_the_last_weights_are_kept(order):
         assert mx.array_equal(array, parameters[name].astype(mx.bfloat16)), name
 
 
-def test_running_out_of_memory_names_what_to_lower(order, monkeypatch):
+@pytest.mark.parametrize(("blocks", "knob"), [(8, "--pass-blocks (now 8)"), (1, "--max-length")])
+def test_running_out_of_memory_names_what_to_lower(order, monkeypatch, blocks, knob):
     def full(*_: object) -> None:
         raise RuntimeError("[malloc_or_wait] Unable to allocate 123 bytes.")
 
     monkeypatch.setattr("dflash_mlx.train.trainer.gradients", full)
-    with pytest.raises(UsageError, match=r"--pass-blocks \(now 8\), then --max-length"):
-        train(order)
+    with pytest.raises(UsageError, match=f"Lower {re.escape(knob)}"):
+        train(replace(order, recipe=replace(RECIPE, pass_blocks=blocks)))
 
 
 def test_windows_may_differ_by_layer(order):

@@ -12,7 +12,7 @@ from tiny_training import own_texts, read_json, write_answers, write_target
 import dflash_mlx
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train import features, sources
-from dflash_mlx.train.corpus import Text, digest, read_answers, split
+from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split
 from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
@@ -110,8 +110,27 @@ def test_turns_and_wordings_of_a_prompt_are_held_out_together():
     assert len(theirs) == 2
     assert not ours & theirs
     assert ours | theirs == set(prompts)
-    assert split(named("c++/1 c++/2 c++/3 c++/4 +"), 9)[1]  # four prompts of c++, not one
+    assert len(split(named("c++/1 c++/2 c++/3 c++/4"), 9)[1]) == 1  # four prompts, not one
+    assert len(split(named(" ".join(f"data+{i}" for i in range(12))), 3)[1]) == 3
+    odd = [text.prompt_name for text in named("s/6+v1.1 s/6+a/turn-2 x/turn-1/turn-2")]
+    assert odd == ["s/6", "s/6", "x"]
+    # A prompt has more texts than may be held out: the smallest is, rather than none.
+    assert len(split(texts[:8] + texts[8:10], 1)[1]) == 2
     assert split(texts[:4], 1) == (texts[:4], [])
+
+
+def test_given_answers_and_those_to_prompts_are_joined_without_losing_or_doubling_any():
+    asked = [Text("s/1", (1,), (2, 3)), Text("s/2", (4,), (5, 6))]
+    given = [
+        Text("x:1", (1,), (2, 3)),  # the same answer
+        Text("x:2", (1,), (9, 9)),  # another one to the same prompt
+        Text("s/2", (7,), (8, 8)),  # another prompt of a name that is taken
+        Text("x:3", (6,), (6, 6)),
+    ]
+    joined = joined_texts(given, asked)
+    assert [text.prompt_name for text in joined] == ["s/1", "s/2", "x:3", "s/1", "s/2"]
+    assert {text.ids for text in joined} == {text.ids for text in [*asked, *given[1:]]}
+    assert len({text.name for text in joined}) == len(joined) == 5
 
 
 def test_which_texts_are_held_out_does_not_depend_on_others():

@@ -25,6 +25,7 @@ from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import Voice, train
 from dflash_mlx.train.shape import Shape
+from dflash_mlx.train.sources import Offline
 from dflash_mlx.weights import read_weights
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -143,7 +144,7 @@ def test_whoever_runs_out_of_memory_can_follow_the_advice(order, whole, monkeypa
     monkeypatch.setattr(trainer, "gradients", full)
     monkeypatch.setattr(trainer.Trainer, "_advance", watched)
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
-    with pytest.raises(UsageError, match=r"Lower --pass-blocks \(now 6\)"):
+    with pytest.raises(UsageError, match=r"Lower --pass-blocks \(now 6\) and"):
         train(order)
     assert state_of(order.out)[1].step == 2
     train(replace(order, recipe=replace(RECIPE, pass_blocks=4)))
@@ -151,6 +152,20 @@ def test_whoever_runs_out_of_memory_can_follow_the_advice(order, whole, monkeypa
     assert ours[1].step == theirs[1].step
     for name, array in theirs[0].items():
         assert mx.allclose(ours[0][name], array, atol=1e-3), name
+
+
+def test_a_step_reads_the_features_of_a_text_once(order, monkeypatch):
+    """However many passes its blocks come into: fewer blocks a pass must not take more memory."""
+    read, asked = Offline.read_all, []
+
+    def watched(self, texts):
+        asked.append(list(texts))
+        return read(self, texts)
+
+    monkeypatch.setattr(Offline, "read_all", watched)
+    train(replace(order, recipe=replace(RECIPE, steps=2, pass_blocks=1, held_out=0)))
+    assert len(asked) == 2
+    assert all(len(texts) == len({text.name for text in texts}) >= 4 for texts in asked)
 
 
 def test_too_little_memory_is_told_before_features_are_made(order):

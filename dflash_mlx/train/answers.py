@@ -51,8 +51,8 @@ def answer_prompts(
     max_length: a prompt that leaves no room for an answer below it, or in the target's context,
     is skipped. places: sequences decoded at once. cache_limit: bytes that the caches may take;
     fewer sequences run at once then. given: answers that are there; their prompts, found by their
-    tokens, are not asked for again.
-    UsageError when an answer's name belongs to another prompt, and when not one sequence fits.
+    tokens, are not asked for again, and they come back with the prompts' names.
+    UsageError when a file's answer belongs to another prompt, and when not one sequence fits.
     """
     with AnswerFile(path, settings, target.vocab_size) as file:
         work = _Work(target, tokenizer, prompts, file, settings, max_length, given)
@@ -100,7 +100,6 @@ class _Work:
         given: Sequence[Text],
     ) -> None:
         self._given = {text.prompt_ids: text for text in given}
-        self._prompts_given = {text.name: text.prompt_ids for text in given}
         self._file, self._max_answer = file, settings.max_answer
         self._context = target.context_length
         self._longest = min(max_length or self._context, self._context)
@@ -129,12 +128,7 @@ class _Work:
             if len(ids) >= self._longest:
                 self.skipped += len(prompt.answer_names) - conversation.turn
                 return
-            if self._prompts_given.get(name, ids) != ids:
-                raise UsageError(
-                    f"The answers given have one named {name!r} to another prompt than the one "
-                    "given now. Use other ids, or leave one of the two out."
-                )
-            known = self._file.texts.get(name) or self._given.get(ids)
+            known = self._given.get(ids) or self._file.texts.get(name)
             if known is None:
                 break
             if known.prompt_ids != ids:
@@ -142,7 +136,7 @@ class _Work:
                     f"{self._file.path} has an answer {name!r} to another prompt than the one "
                     "given now. Use another file, or other ids."
                 )
-            self.texts[name] = known
+            self.texts[name] = replace(known, name=name)
             if not conversation.answer(known.answer_ids):
                 return
         limit = min(prompt.limit or self._max_answer, self._max_answer, self._context - len(ids))

@@ -24,8 +24,9 @@ UNREADABLE = (
 )  # fmt: skip
 
 #: the end of the name of an answer within a conversation
-_LATER_TURN = re.compile(r"/turn-\d+$")
-_WORDING = re.compile(r"(?<=.)\+[\w-]+$")
+_LATER_TURN = re.compile(r"(/turn-\d+)+$")
+#: behind the number of a prompt in its set
+_WORDING = re.compile(r"(?<=/)([^/+]+)\+[^/]*$")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Text:
 
         Wordings of one prompt are told apart by what stands behind a +, as in set/12+short.
         """
-        return _WORDING.sub("", _LATER_TURN.sub("", self.name))
+        return _WORDING.sub(r"\1", _LATER_TURN.sub("", self.name))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -147,6 +148,25 @@ def _ids(
     return tuple(ids)
 
 
+def joined_texts(given: Sequence[Text], answered: Sequence[Text]) -> list[Text]:
+    """Answers given, behind them those to prompts; what is in both is taken once.
+
+    Other answers to the same prompt, and other prompts under its name, are further wordings of it.
+    """
+    asked = {text.prompt_ids: text for text in answered}
+    same = {(text.prompt_ids, text.answer_ids) for text in answered}
+    taken = {text.name for text in answered}
+    rest = []
+    for text in given:
+        if (text.prompt_ids, text.answer_ids) in same:
+            continue
+        first = asked.get(text.prompt_ids, text)
+        if first is not text or text.name in taken:
+            text = replace(text, name=f"{first.name}+given-{len(rest)}")
+        rest.append(text)
+    return [*rest, *answered]
+
+
 def digest(texts: Sequence[Text]) -> str:
     """SHA-256 over names and ids, in order: what a run was trained on."""
     sum_ = hashlib.sha256()
@@ -166,10 +186,11 @@ def usable(texts: Sequence[Text], max_length: int) -> tuple[list[Text], int]:
 
 
 def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
-    """(trained, held out): the choice depends on names only, so that it stays when texts are added.
+    """(trained, held out): the choice depends on names only, so that it does not on their order.
 
     At most `held_out` texts and a quarter of all are held out. Turns and wordings of one prompt
-    stay together: what was trained on says much about them.
+    stay together: what was trained on says much about them. Where that leaves none, the smallest
+    prompt is held out.
     """
     room = min(held_out, len(texts) // 4)
     prompts = Counter(text.prompt_name for text in texts)
@@ -178,5 +199,7 @@ def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]
         if prompts[name] <= room:
             chosen.add(name)
             room -= prompts[name]
+    if not chosen and held_out and len(texts) >= 4 and len(prompts) > 1:
+        chosen = {min(sorted(prompts), key=prompts.__getitem__)}
     trained = [text for text in texts if text.prompt_name not in chosen]
     return trained, [text for text in texts if text.prompt_name in chosen]

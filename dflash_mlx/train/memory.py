@@ -24,7 +24,8 @@ _HEAD_COPIES = 2
 #: arrays of a row's attention weights that are alive at once: scores, masked, joined, softmax, and
 #: the gradients of these
 _SCORE_COPIES = 8
-_LOGIT_COPIES = 5
+#: of the logits: themselves, the steps of exponentials made of products, and their gradients
+_LOGIT_COPIES = 9
 #: measured peaks are up to 1.65 times the sum of the shapes
 _SLACK = 1.9
 #: steps that are looked at: those whose contexts are longest
@@ -88,7 +89,9 @@ def fitted(
 
     steps: those of an epoch. UsageError when not even one block a pass fits.
     """
-    held = mx.get_active_memory() + room.weights * _FLOAT * _WEIGHT_COPIES
+    # A stream's passes have a gradient of their own.
+    copies = _WEIGHT_COPIES + streams - 1
+    held = mx.get_active_memory() + room.weights * _FLOAT * copies
     held += room.head_tokens * config.hidden_size * _FLOAT * _HEAD_COPIES
     longest = sorted(steps, key=_rows)[-_STEPS:]
     held += room.feature_size * _rows(longest[-1])
@@ -105,14 +108,15 @@ def fitted(
         if least <= limit_bytes:
             return replace(recipe, pass_blocks=blocks)
     raise UsageError(
-        f"A pass over one block takes {least / 1e9:.1f} GB with the target and the drafter, more "
-        f"than the {limit_bytes / 1e9:.1f} GB there are. Lower --max-length (now "
+        f"A pass over one block takes {least / 1e9:.3g} GB with the target and the drafter, more "
+        f"than the {limit_bytes / 1e9:.3g} GB there are. Lower --max-length (now "
         f"{recipe.max_length}), or raise --memory."
     )
 
 
 def _rows(step: Sequence[Work]) -> int:
-    return sum(work.text.length for work in step)
+    """Rows of the texts of a step: each text's features are held once."""
+    return sum({id(work.text): work.text.length for work in step}.values())
 
 
 @contextmanager
@@ -123,5 +127,6 @@ def explained(stage: str, knobs: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         text = str(error).lower()
         if "allocate" in text or "memory" in text or isinstance(error, MemoryError):
-            raise UsageError(f"{stage} ran out of memory ({error}). Lower {knobs}.") from error
+            why = str(error) or type(error).__name__
+            raise UsageError(f"{stage} ran out of memory ({why}). Lower {knobs}.") from error
         raise

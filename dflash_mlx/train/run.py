@@ -31,7 +31,7 @@ from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.batches import epoch_steps
 from dflash_mlx.train.card import model_card
-from dflash_mlx.train.corpus import Text, digest, read_answers, split, usable
+from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split, usable
 from dflash_mlx.train.export import save_token_order
 from dflash_mlx.train.features import PASS_ROWS, FeatureSpec, bytes_a_token
 from dflash_mlx.train.files import write_text
@@ -194,12 +194,12 @@ def _divided(
 
 def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) -> list[Text]:
     """Answers given, and those the target gives to the prompts."""
-    texts = read_answers(order.answers, engine.target.vocab_size)
+    given = read_answers(order.answers, engine.target.vocab_size)
     if order.prompts:
         settings = AnswerSettings(
             name, order.temperature, order.max_answer, order.recipe.seed, order.thinking
         )
-        with explained("Answering prompts", f"--slots (now {order.slots}), then --max-answer"):
+        with explained("Answering prompts", f"--slots (now {order.slots})"):
             answered = answer_prompts(
                 engine.target,
                 engine.tokenizer,
@@ -209,15 +209,13 @@ def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) ->
                 max_length=order.recipe.max_length,
                 places=order.slots,
                 cache_limit=max(0, _memory_limit(order) - mx.get_active_memory()),
-                given=texts,
+                given=given,
                 progress=lambda done, total, speed: voice.stage("answers", done, total),
             )
         if answered.skipped:
             voice.say(f"{answered.skipped} prompts are too long for an answer; left out.")
-        made = answered.texts
-        names = {text.name for text in texts}
-        texts += [text for text in made if text.name not in names]
-    return texts
+        return joined_texts(given, answered.texts)
+    return given
 
 
 def _task(

@@ -32,7 +32,7 @@ from dflash_mlx.train.naming import same_target
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import Replay, joined, replay_sets
 from dflash_mlx.train.start import Weights, new_model
-from dflash_mlx.train.step import Objective, Pass, StepResult, Streams, build_pass, gradients
+from dflash_mlx.train.step import Objective, StepResult, Streams, build_pass, gradients
 
 #: seconds between states on disk: what a machine that goes down may cost
 SAVE_SECONDS = 300.0
@@ -127,11 +127,11 @@ class Trainer:
             with explained("Training", self._knobs):
                 while self.progress.step < self.steps:
                     self._advance()
+                if not self._measured():
+                    self._measure()
         except KeyboardInterrupt:
             self.save()
             raise
-        if not self._measured():
-            self._measure()
         return self.progress
 
     def save(self) -> None:
@@ -219,7 +219,13 @@ class Trainer:
     def _gradients(self, works: Sequence[Work], epoch: int) -> tuple[Any, StepResult]:
         head = self._head_of(epoch)
         objective = self._objective(head)
-        built = [self._pass(part, head) for part in passes(works, self.recipe.pass_blocks)]
+        # Each text's features once a step, however many passes its blocks come into.
+        texts = list(dict.fromkeys(work.text for work in works))
+        seen = dict(zip(texts, self.task.features.read_all(texts), strict=True))
+        built = [
+            build_pass(part, [seen[work.text] for work in part], head, self._weights)
+            for part in passes(works, self.recipe.pass_blocks)
+        ]
         grads, result = gradients(objective, self.parameters, built, self._streams)
         if not math.isfinite(result.loss):
             raise UsageError(
@@ -241,10 +247,6 @@ class Trainer:
         task, recipe = self.task, self.recipe
         dtype = DTYPES[recipe.dtype]
         return Objective(self._model, task.config, task.target, head, recipe.soft, dtype)
-
-    def _pass(self, works: Sequence[Work], head: HeadSubset) -> Pass:
-        seen = self.task.features.read_all([work.text for work in works])
-        return build_pass(works, seen, head, self._weights)
 
     def _head_of(self, epoch: int) -> HeadSubset:
         """Tokens of all trained texts, and others that are drawn anew every epoch."""
@@ -319,7 +321,8 @@ class Trainer:
 
     @property
     def _knobs(self) -> str:
+        """What takes less memory: of these the first goes on with the run, the second does not."""
         recipe = self.recipe
-        return (
-            f"--pass-blocks (now {recipe.pass_blocks}), then --max-length (now {recipe.max_length})"
-        )
+        if recipe.pass_blocks > 1:
+            return f"--pass-blocks (now {recipe.pass_blocks}) and give the command again"
+        return f"--max-length (now {recipe.max_length}) and give another folder"
