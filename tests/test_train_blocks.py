@@ -12,7 +12,8 @@ from tiny_drafter import BorrowedTarget, write_drafter
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.train import fast_math
 from dflash_mlx.train.blocks import BlockGroup, block_rows
-from dflash_mlx.train.loss import draft_logits
+from dflash_mlx.train.loss import HeadSubset, draft_logits
+from dflash_mlx.train.step import Objective
 
 ANCHORS = (np.array([1, 2, 9, 17, 30]), np.array([4, 23]))
 VARIANTS = [*tiny.VARIANTS, *tiny.DFLASH2_VARIANTS]
@@ -32,10 +33,10 @@ def opened(tmp_path):
 def training_rows(drafter, features, model=None):
     """Hidden states [7, b, H] of the blocks of both sequences, in one pass."""
     groups = [BlockGroup(f[: a.max()], a) for f, a in zip(features, ANCHORS, strict=True)]
-    tokens = (np.concatenate(ANCHORS) * 5 % tiny.VOCAB).astype(np.int32)
-    masks = np.full((len(tokens), tiny.BLOCK - 1), drafter.config.mask_token_id, np.int32)
-    ids = mx.array(np.concatenate([tokens[:, None], masks], axis=1))
-    x = drafter._target.embed(ids) * drafter.config.input_embedding_scale
+    tokens = mx.array((np.concatenate(ANCHORS) * 5 % tiny.VOCAB).astype(np.int32))
+    x = Objective(
+        model or drafter.model, drafter.config, drafter._target, None, 0.0, mx.float32
+    ).embed(tokens)
     return block_rows(model or drafter.model, drafter.config, x, groups)
 
 
@@ -55,8 +56,8 @@ def generation_logits(drafter, features):
 def test_training_logits_are_those_of_generation(opened, variant):
     drafter, features = opened(variant)
     rows = training_rows(drafter, features)[:, 1:]
-    head = drafter._target.head(mx.eye(rows.shape[-1])).T
-    ours = draft_logits(drafter.config, rows, head)
+    head = HeadSubset(drafter._target, range(tiny.VOCAB))
+    ours = draft_logits(drafter.config, rows, head.rows)
     expected = generation_logits(drafter, features)
     assert np.abs(np.array(ours - expected)).max() < 2e-4
     assert np.abs(np.array(expected)).max() > 1

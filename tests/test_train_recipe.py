@@ -58,6 +58,9 @@ def test_the_papers_recipe_is_what_a_bare_command_asks_for(monkeypatch, tmp_path
         assert recipe.anchors == 512
         assert recipe.dtype == "float32"
         assert recipe.steps is None
+        assert recipe.block_size == 16
+        assert [replace(recipe, block_size=size).decay for size in (16, 10, 8)] == [7, 5, 4]
+        assert (recipe.weight_decay, recipe.soft) == (0, 0)
 
 
 def expected_rates(steps: int) -> np.ndarray:

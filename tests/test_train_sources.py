@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 from tiny import tiny_target
 from tiny_training import own_texts, read_json, write_answers, write_target
@@ -12,7 +14,7 @@ from tiny_training import own_texts, read_json, write_answers, write_target
 import dflash_mlx
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train import features, sources
-from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split
+from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split, usable
 from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
@@ -131,6 +133,31 @@ def test_given_answers_and_those_to_prompts_are_joined_without_losing_or_doublin
     assert [text.prompt_name for text in joined] == ["s/1", "s/2", "x:3", "s/1", "s/2"]
     assert {text.ids for text in joined} == {text.ids for text in [*asked, *given[1:]]}
     assert len({text.name for text in joined}) == len(joined) == 5
+
+
+def test_texts_are_cut_to_the_longest_and_dropped_where_no_block_is_left():
+    texts = [Text(f"s/{i}", tuple(range(10 * i)), (1, 2, 3, 4)) for i in (1, 2, 3)]
+    kept, dropped = usable(texts, 22)
+    assert [(text.length, len(text.answer_ids)) for text in kept] == [(14, 4), (22, 2)]
+    assert dropped == 1
+    assert usable(texts, 21) == (kept[:1], 2)
+
+
+def test_a_run_trains_and_measures_on_texts_cut_to_the_longest(tmp_path):
+    """Also a drafter that is trained further, on longer texts than before."""
+    folder = write_target(tmp_path / "target", "llama")
+    texts = own_texts(dflash_mlx.load(str(folder), draft=None), 8, 18)
+    answers = write_answers(tmp_path / "given.jsonl", texts)
+    recipe = Recipe(block_size=4, steps=1, step_blocks=8, negatives=8, held_out=2, max_length=12)
+    shape = Shape(layers=1, taps=2)
+    order = Order(str(folder), tmp_path / "out", recipe, shape, answers=[answers])
+    short = train(order)
+    longer = replace(order, out=tmp_path / "longer", init=str(order.out), shape=Shape())
+    longer = replace(longer, recipe=replace(recipe, max_length=24, learning_rate=1e-4))
+    assert short["answer_tokens"] == 6 * 6
+    assert train(longer)["answer_tokens"] == 6 * 18
+    shards = [mx.load(str(f)) for f in (order.out / "work").rglob("features-*.safetensors")]
+    assert {array.shape[0] for shard in shards for array in shard.values()} == {12}
 
 
 def test_which_texts_are_held_out_does_not_depend_on_others():
