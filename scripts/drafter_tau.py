@@ -2,7 +2,7 @@
 
     scripts/drafter_tau MODEL --prompts FILE... --work FOLDER [--draft FOLDER...] [--prompts-each N]
 
-Answers (greedy, of first turns) and features are kept in --work. No speed is measured here.
+Answers (greedy, of first turns, or given with --answers) and features are kept in --work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import dflash_mlx
 from dflash_mlx.loader import dtype_name
 from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
-from dflash_mlx.train.corpus import Text
+from dflash_mlx.train.corpus import Text, read_answers
 from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.replay import joined, replay_sets
@@ -33,10 +33,13 @@ _PLACES = 64
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    given_texts = parser.add_mutually_exclusive_group(required=True)
+    given_texts.add_argument("--prompts", type=Path, action="append", default=[])
+    # Trained texts against held-out ones: how far a drafter has learned its texts by heart.
+    given_texts.add_argument("--answers", type=Path, action="append", default=[])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--draft", action="append", help="the model's own without one")
-    parser.add_argument("--prompts-each", type=int, default=64, help="of each file, the first ones")
+    parser.add_argument("--prompts-each", type=int, default=64, help="of each file or set")
     parser.add_argument("--max-tokens", type=int, default=128)
     return parser.parse_args(given)
 
@@ -46,6 +49,11 @@ def say(*words: object) -> None:
 
 
 def answers(options: argparse.Namespace, engine: dflash_mlx.Engine) -> list[Text]:
+    if options.answers:
+        sets: dict[str, list[Text]] = {}
+        for text in read_answers(options.answers, engine.target.vocab_size):
+            sets.setdefault(text.set_name, []).append(text)
+        return [text for texts in sets.values() for text in texts[: options.prompts_each]]
     prompts = []
     for file in options.prompts:
         first = read_prompts([file])[: options.prompts_each]

@@ -47,3 +47,8 @@ def test_the_table_is_of_generation(tmp_path: Path, capsys: pytest.CaptureFixtur
         cycles, tokens = cycles + stats.cycles, tokens + stats.cycle_tokens
     assert cycles
     assert taus["all"] == pytest.approx(tokens / cycles, abs=1e-3)
+    # The same answers, given.
+    given = ["--answers", str(tmp_path / "work" / "answers.jsonl"), *given[2:]]
+    assert drafter_tau.main([target, *given, "--max-tokens", str(TOKENS)]) == 0
+    again = re.findall(r"\| (\w+) \| (\d+) \| ([\d.]+) \|", capsys.readouterr().out)
+    assert again == found
