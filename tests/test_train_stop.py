@@ -114,14 +114,28 @@ def test_a_signal_that_ends_a_program_leaves_a_state(order, whole, number, monke
         if self.progress.step == 3:
             os.kill(os.getpid(), number)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_count", counting)
-        with pytest.raises(KeyboardInterrupt), stopped_by_signals():
-            train(order)
-    assert signal.getsignal(number) == signal.SIG_DFL
+    before = signal.signal(number, signal.SIG_DFL)  # nohup, around the suite, has it ignored
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.Trainer, "_count", counting)
+            with pytest.raises(KeyboardInterrupt), stopped_by_signals():
+                train(order)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
     assert state_of(order.out)[1].step == 3
     train(order)
     assert same(order.out, whole)
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_whoever_runs_out_of_memory_can_follow_the_advice(order, whole, monkeypatch):
