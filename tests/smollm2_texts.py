@@ -14,7 +14,7 @@ from typing import Any
 from dflash_mlx.machine import prepare_blas
 
 #: of every text; tests with few are quick
-TOKENS = 5
+TOKENS = 7
 #: of the kind of prompts that the embedded drafter has learned
 QUESTION = "Natalia sold clips to 48 friends in April and half as many in May. How many altogether?"
 

@@ -89,9 +89,9 @@ def test_dflash_text_equals_plain_text(texts, goldens):
         histogram = text["accept_histogram"]
         assert sum(histogram) == text["cycles"]
         assert sum(a * n for a, n in enumerate(histogram)) == text["accepted"]
-    # Measured 25 in 43; the bounds leave room for another machine's near-ties.
-    assert sum(t["accepted"] for t in texts["dflash"]) >= 20
-    assert sum(t["cycles"] for t in texts["dflash"]) >= 38
+    # Measured 31 in 73; the bounds leave room for another machine's near-ties.
+    assert sum(t["accepted"] for t in texts["dflash"]) >= 25
+    assert sum(t["cycles"] for t in texts["dflash"]) >= 65
 
 
 def test_the_embedded_drafter_agrees_with_the_target(texts):

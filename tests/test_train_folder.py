@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from tiny_training import own_texts, write_answers, write_target
+from tiny_training import answered_target
 
 import dflash_mlx
 from dflash_mlx.cli import main
@@ -43,16 +43,13 @@ RECIPE = Recipe(block_size=4, steps=2, step_blocks=8, pass_blocks=8, held_out=1,
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("given")
-    target = write_target(folder / "target", "llama")
-    texts = own_texts(dflash_mlx.load(str(target), draft=None), 5)
-    return target, write_answers(folder / "answers.jsonl", texts)
+    return answered_target(tmp_path_factory.mktemp("given"), 5)
 
 
 @pytest.fixture
 def order(given, tmp_path):
     shape = Shape(layers=1, taps=2)
-    return Order(str(given[0]), tmp_path / "deep" / "out", RECIPE, shape, answers=[given[1]])
+    return Order(given[0], tmp_path / "deep" / "out", RECIPE, shape, answers=[given[1]])
 
 
 @pytest.fixture
@@ -70,7 +67,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("init", ["target", "the same folder"])
 def test_a_folder_of_something_else_is_left_alone(order, given, init):
-    foreign = given[0]
+    foreign = Path(given[0])
     before = content_of(foreign)
     with pytest.raises(UsageError, match=f"{foreign} holds other things"):
         train(replace(order, out=foreign, init=init.replace("the same folder", str(foreign))))

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from tiny_training import own_texts, read_json, write_answers, write_target
+from tiny_training import answered_target, read_json
 
 import dflash_mlx
 from dflash_mlx.cli import main
@@ -46,10 +46,7 @@ RECIPE = Recipe(
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("given")
-    target = write_target(folder / "target", "llama")
-    texts = own_texts(dflash_mlx.load(str(target), draft=None), 9)
-    return str(target), write_answers(folder / "answers.jsonl", texts)
+    return answered_target(tmp_path_factory.mktemp("given"), 9)
 
 
 @pytest.fixture

@@ -133,6 +133,10 @@ def test_given_answers_and_those_to_prompts_are_joined_without_losing_or_doublin
     assert [text.prompt_name for text in joined] == ["s/1", "s/2", "x:3", "s/1", "s/2"]
     assert {text.ids for text in joined} == {text.ids for text in [*asked, *given[1:]]}
     assert len({text.name for text in joined}) == len(joined) == 5
+    # Names without a set, and of later turns.
+    asked = [Text("sha-1", (1,), (2, 3)), Text("sha-1/turn-2", (1, 2), (5, 6))]
+    others = [replace(text, name="x", answer_ids=(9, 9)) for text in asked]
+    assert {text.prompt_name for text in joined_texts(others, asked)} == {"sha-1"}
 
 
 def test_texts_are_cut_to_the_longest_and_dropped_where_no_block_is_left():

@@ -19,7 +19,7 @@ from dflash_mlx.train.decoding import Decoder, Job
 engine = dflash_mlx.load("SmolLM2-135M", draft=None)
 ids = (1, 2)
 
-def cost(count, tokens=4):
+def cost(count, tokens=6):
     decoder = Decoder(engine.target, count, temp=0.0, seed=0, end_ids=())
     decoder.start([Job(str(i), ids, tokens) for i in range(count)])
     began, before = time.process_time(), decoder.tokens

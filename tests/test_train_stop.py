@@ -14,9 +14,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from tiny_training import own_texts, read_json, write_answers, write_target
+from tiny_training import answered_target, read_json
 
-import dflash_mlx
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.train import trainer
 from dflash_mlx.train.checkpoint import STATE, load_state
@@ -60,10 +59,7 @@ run.train(order)
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("given")
-    target = write_target(folder / "target", "llama")
-    texts = own_texts(dflash_mlx.load(str(target), draft=None), 9)
-    return str(target), write_answers(folder / "answers.jsonl", texts)
+    return answered_target(tmp_path_factory.mktemp("given"), 9)
 
 
 @pytest.fixture
@@ -203,6 +199,8 @@ def test_stages_are_made_alone_and_taken_up(order, given, tmp_path, whole):
     assert {read_json(file)["dtype"] for file in (kind, exact)} == {"bfloat16", "float32"}
     assert read_json(kind)["taps"] == read_json(exact)["taps"]
     assert not (order.out / STATE).exists()
+    with pytest.raises(UsageError, match="--until answers needs --prompts"):
+        replace(order, prompts=(), until="answers")
     told.clear()
     assert train(order, voice)["steps"] == 6
     assert not [line for line in told if re.search(r"will take|'features', 0, [1-9]", line)]

@@ -47,6 +47,13 @@ def own_texts(engine: dflash_mlx.Engine, count: int, answer: int = ANSWER_ROWS) 
     return [Text(f"text/{i}", *pair) for i, pair in enumerate(kept)]
 
 
+def answered_target(folder: Path, count: int) -> tuple[str, Path]:
+    """A random Llama's folder, and a file with `count` texts it answered itself."""
+    target = write_target(folder / "target", "llama")
+    texts = own_texts(dflash_mlx.load(str(target), draft=None), count)
+    return str(target), write_answers(folder / "answers.jsonl", texts)
+
+
 def until(ends: Collection[int], ids: Sequence[int]) -> tuple[int, ...]:
     """The tokens up to and with the first one that ends an answer."""
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))

@@ -27,6 +27,8 @@ UNREADABLE = (
 _LATER_TURN = re.compile(r"(/turn-\d+)+$")
 #: behind the number of a prompt in its set
 _WORDING = re.compile(r"(?<=/)([^/+]+)\+[^/]*$")
+#: the end of a name that joined_texts gave
+_GIVEN = re.compile(r"\+given-\d+$")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Text:
 
         Wordings of one prompt are told apart by what stands behind a +, as in set/12+short.
         """
-        return _WORDING.sub(r"\1", _LATER_TURN.sub("", self.name))
+        return _WORDING.sub(r"\1", _LATER_TURN.sub("", _GIVEN.sub("", self.name)))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -186,7 +188,7 @@ def usable(texts: Sequence[Text], max_length: int) -> tuple[list[Text], int]:
 
 
 def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
-    """(trained, held out): the choice depends on names only, so that it does not on their order.
+    """(trained, held out): the choice depends on the names, not on their order.
 
     At most `held_out` texts and a quarter of all are held out. Turns and wordings of one prompt
     stay together: what was trained on says much about them. Where that leaves none, the smallest

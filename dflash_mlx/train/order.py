@@ -58,6 +58,8 @@ class Order:
                 raise UsageError(f"{name} is {value}. Give a number of GB above 0.")
         if self.until not in (None, *STAGES):
             raise UsageError(f"until is {self.until!r}. Give one of {', '.join(STAGES)}.")
+        if self.until == "answers" and not self.prompts:
+            raise UsageError("--until answers needs --prompts, which are to be answered.")
         if self.until == "features" and self.online:
             raise UsageError("--online stores no features. Leave it or --until features out.")
         if self.cache_dtype not in DTYPES:
