@@ -178,6 +178,13 @@ def test_a_step_reads_the_features_of_a_text_once(order, monkeypatch):
     assert all(len(texts) == len({text.name for text in texts}) >= 4 for texts in asked)
 
 
+def test_a_drafter_of_another_shape_is_refused_by_what_differs(order, whole):
+    with pytest.raises(UsageError) as refused:
+        train(replace(order, out=whole, shape=Shape(layers=2, taps=2)))
+    assert "config num_hidden_layers: 1 -> 2" in str(refused.value)
+    assert "hidden_size" not in str(refused.value)
+
+
 def test_too_little_memory_is_told_before_features_are_made(order):
     with pytest.raises(UsageError, match="A pass over one block takes"):
         train(replace(order, memory_gb=1e-4))

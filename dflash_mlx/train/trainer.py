@@ -73,6 +73,16 @@ class Report:
     seconds_left: float
 
 
+def _differing(name: str, stored: Any, ours: Any) -> list[str]:
+    """What two settings differ in, as "name: stored -> ours"; of dictionaries by key."""
+    if stored == ours:
+        return []
+    if not (isinstance(stored, Mapping) and isinstance(ours, Mapping)):
+        return [f"{name}: {stored} -> {ours}"]
+    keys = sorted({*stored, *ours})
+    return [line for k in keys for line in _differing(f"{name} {k}", stored.get(k), ours.get(k))]
+
+
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     """Of step 0 .. steps - 1: linear warm-up, then a cosine down to 0."""
     warm = max(1, round(recipe.warmup * steps))
@@ -154,7 +164,7 @@ class Trainer:
         ours = self.task.described
         if same_target(run.get("target"), ours.get("target")):
             run["target"] = ours.get("target")
-        differing += [f"{k}: {run.get(k)} -> {v}" for k, v in ours.items() if run.get(k) != v]
+        differing += [line for k, v in ours.items() for line in _differing(k, run.get(k), v)]
         if differing:
             raise UsageError(
                 f"{self.folder} holds a run with other settings ({'; '.join(differing)}). Give "
