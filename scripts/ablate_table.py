@@ -42,20 +42,32 @@ MODEL, MASK, TAPS = "SmolLM2-135M", 3, (1, 8, 14, 20, 27)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--answers", type=Path, action="append", required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    # Many small steps: with as many rows they learn far more than few large ones.
-    parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--texts", type=int, default=2000)
-    parser.add_argument("--held-out", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=128, help="of a held-out answer that count")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument(
-        "--only", default="", help="variants whose name holds this, or one of these|these"
+    parser = argparse.ArgumentParser(
+        prog="scripts/ablate",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+
+    def add(name: str, kind: type, text: str, **settings: Any) -> None:
+        parser.add_argument(name, type=kind, help=text, **settings)
+
+    several = {"action": "append", "required": True, "default": argparse.SUPPRESS}
+    add("--answers", Path, "JSONL of answers; several times", **several)
+    add("--work", Path, "folder of features", required=True, default=argparse.SUPPRESS)
+    # Many small steps: with as many rows they learn far more than few large ones.
+    add("--steps", int, "steps of each drafter", default=480)
+    add(
+        "--blocks",
+        int,
+        "blocks of 8 in a step; of other sizes as many as give equal rows",
+        default=32,
+    )
+    add("--texts", int, "answers to train on, at most", default=2000)
+    add("--held-out", int, "answers that only measure", default=40)
+    add("--tokens", int, "of a held-out answer that count", default=128)
+    add("--lr", float, "peak learning rate", default=2e-3)
+    add("--seeds", int, "runs of each variant", default=1)
+    add("--only", str, "variants whose name holds this, or one of these|these", default="")
     return parser.parse_args()
 
 

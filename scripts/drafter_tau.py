@@ -31,16 +31,27 @@ _PLACES = 64
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
+    parser = argparse.ArgumentParser(
+        prog="scripts/drafter_tau",
+        description=__doc__.splitlines()[0],
+    )
+    parser.add_argument("model", help="a name that `dflash-mlx chat` takes")
     given_texts = parser.add_mutually_exclusive_group(required=True)
-    given_texts.add_argument("--prompts", type=Path, action="append", default=[])
+    given_texts.add_argument(
+        "--prompts", type=Path, action="append", help="JSONL of prompts; several times"
+    )
     # Trained texts against held-out ones: how far a drafter has learned its texts by heart.
-    given_texts.add_argument("--answers", type=Path, action="append", default=[])
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--draft", action="append", help="the model's own without one")
-    parser.add_argument("--prompts-each", type=int, default=64, help="of each file or set")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    given_texts.add_argument(
+        "--answers", type=Path, action="append", help="JSONL of answers; several times"
+    )
+    parser.add_argument("--work", type=Path, required=True, help="folder of answers and features")
+    parser.add_argument(
+        "--draft", action="append", help="a drafter; several times; the model's own without"
+    )
+    parser.add_argument(
+        "--prompts-each", type=int, default=64, help="of each file or set; 64 without it"
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer; 128 without it")
     return parser.parse_args(given)
 
 

@@ -18,11 +18,13 @@ import dflash_mlx
 from dflash_mlx.draft.checkpoint import open_drafter
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.draft.packagings import official_config
+from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import load_target
 from dflash_mlx.train.checkpoint import load_state, save_state
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import train
+from dflash_mlx.train.shape import WINDOW_KEYS, Shape, with_windows
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -139,3 +141,43 @@ def test_what_is_official_stays_as_it_is():
         (Path(__file__).parent / "goldens" / "train" / "windows.config.json").read_text()
     )
     assert official_config(stored, stored["vocab_size"], stored["num_target_layers"]) == stored
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows", "seen"),
+    [
+        ("top level", 6, (6, 6, 6)),
+        ("top level", (None, 6, None), (None, 6, None)),
+        ("meta", (None,), (None, None, None)),
+    ],
+)
+def test_a_drafter_may_see_another_window(kind, windows, seen, order, tmp_path):
+    """Everything else stays: weights, and whether a block's rows see later ones."""
+    init = released(tmp_path / "released", kind)
+    known = official_config(read_json(init / "config.json"), 288, 7)
+    before = parse_config(known)
+    shape = replace(order.shape, windows=windows)
+    asked = replace(order, init=str(init), shape=shape, out=tmp_path / "out")
+    asked = replace(asked, recipe=replace(asked.recipe, steps=1))
+    train(asked)
+    stored = read_json(asked.out / "config.json")
+    after = parse_config(stored)
+    assert after.windows == seen
+    assert after.causal == before.causal
+    assert ("sliding_window" in stored) == any(seen)
+    other = {*WINDOW_KEYS, "is_causal"}
+    assert {k: v for k, v in stored.items() if k not in other} == {
+        k: v for k, v in known.items() if k not in other
+    }
+
+
+def test_windows_that_would_change_the_order_in_a_block_are_refused():
+    """Where nothing is stated, layers that slide are causal: others cannot become so."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    mixed = {**tiny.drafter_config(), "layer_types": kinds, "sliding_window": 6}
+    mixed.pop("is_causal", None)
+    assert parse_config(mixed).causal == (True, False, False)
+    wider = parse_config(with_windows(mixed, Shape(windows=(9, None, None))))
+    assert (wider.windows, wider.causal) == ((9, None, None), (True, False, False))
+    with pytest.raises(UsageError, match="another order"):
+        with_windows(mixed, Shape(windows=9))

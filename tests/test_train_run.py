@@ -313,7 +313,7 @@ def test_features_of_another_text_are_named(order):
         ({"shape": Shape(taps=9)}, "9 taps"),
         ({"shape": Shape(mask_token_id=9999)}, "mask token 9999"),
         ({"shape": Shape(layers=2, windows=(8, 9))}, "one window for all"),
-        ({"shape": Shape(layers=1, windows=(8, None))}, "2 windows for 1 layers"),
+        ({"shape": Shape(layers=1, windows=(8, None))}, "2 windows for 1 layer;"),
     ],
 )
 def test_refusals(order, changes, sentence):

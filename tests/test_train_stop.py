@@ -19,7 +19,7 @@ from tiny_training import answered_target, read_json
 from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.train import trainer
 from dflash_mlx.train.checkpoint import STATE, load_state
-from dflash_mlx.train.interrupt import stopped_by_signals
+from dflash_mlx.train.interrupt import exit_code, stopped_by_signals
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import Voice, train
@@ -114,8 +114,9 @@ def test_a_signal_that_ends_a_program_leaves_a_state(order, whole, number, monke
     try:
         with monkeypatch.context() as patch:
             patch.setattr(trainer.Trainer, "_count", counting)
-            with pytest.raises(KeyboardInterrupt), stopped_by_signals():
+            with pytest.raises(KeyboardInterrupt) as stopped, stopped_by_signals():
                 train(order)
+        assert exit_code(stopped.value) == 128 + number
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, before)

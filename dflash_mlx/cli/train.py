@@ -166,16 +166,16 @@ def train(
     from dflash_mlx.machine import prepare_blas
 
     prepare_blas()  # the next lines import MLX
-    from dflash_mlx.train.interrupt import stopped_by_signals
+    from dflash_mlx.train.interrupt import exit_code, stopped_by_signals
     from dflash_mlx.train.run import Voice
     from dflash_mlx.train.run import train as carry_out
 
     try:
         with stopped_by_signals():
             result = carry_out(_order(options), Voice(console.say, _Stages().show, _show))
-    except KeyboardInterrupt:
-        console.say("Stopped. The same command goes on from here.")
-        raise
+    except KeyboardInterrupt as stopped:
+        console.say("Stopped. The same command goes on from what has been stored.")
+        raise typer.Exit(exit_code(stopped)) from None
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
@@ -249,7 +249,8 @@ def _windows(given: str | None) -> int | tuple[int | None, ...] | None:
         raise UsageError(
             f"--windows {given} is no number and no list of them. Give 512, or 512,512,all."
         ) from None
-    return windows[0] if len(windows) == 1 else windows
+    # "all" alone takes the windows of a drafter begun with away; None would leave them.
+    return windows[0] if len(windows) == 1 and windows[0] is not None else windows
 
 
 class _Stages:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_mlx.draft.config import DFlashConfig
+from dflash_mlx.train.wording import counted
 
 
 def model_card(
@@ -26,7 +27,7 @@ def model_card(
         "",
         f"# {kind} drafter for {result['model']}",
         "",
-        f"A block-diffusion drafter of {config.num_hidden_layers} layers for blocks of "
+        f"A block-diffusion drafter of {counted(config.num_hidden_layers, 'layer')} for blocks of "
         f"{config.block_size}, which reads the target's layers "
         f"{', '.join(map(str, config.target_layer_ids))} and borrows its embedding and head.",
         "",
@@ -46,9 +47,9 @@ def model_card(
         "",
         "## Made by",
         "",
-        f"- {trained['texts']} texts with {trained['answer_tokens']} tokens answered by the target "
-        f"(SHA-256 of names and ids {trained['sha256'][:16]}...)",
-        f"- {result['steps']} steps of {recipe['step_blocks']} blocks, learning rate "
+        f"- {counted(trained['texts'], 'text')} with {trained['answer_tokens']} tokens answered by "
+        f"the target (SHA-256 of names and ids {trained['sha256'][:16]}...)",
+        f"- {counted(result['steps'], 'step')} of {recipe['step_blocks']} blocks, learning rate "
         f"{recipe['learning_rate']}, row weights exp(-(k-1)/{run['gamma']:g}), soft labels "
         f"{recipe['soft']:g}, start: {run['init']}",
         f"- on {run['machine']}, {run['device']}, {run['dtype']}; " + _versions(run["versions"]),
@@ -63,7 +64,7 @@ def _tau(result: Mapping[str, Any], held: Mapping[str, Any]) -> str:
     if not held["texts"]:
         return "no text was held out, so no acceptance was measured"
     return (
-        f"{result['tau']:.2f} tokens a cycle on {held['texts']} held-out texts "
+        f"{result['tau']:.2f} tokens a cycle on {counted(held['texts'], 'held-out text')} "
         f"({held['answer_tokens']} tokens, greedy), at step {result['best_step']}"
     )
 

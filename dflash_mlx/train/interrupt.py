@@ -11,6 +11,19 @@ from types import FrameType
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Ended(KeyboardInterrupt):
+    """Stopped by a signal other than Ctrl-C's; `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def exit_code(stopped: KeyboardInterrupt) -> int:
+    """128 and the signal's number, as shells report it."""
+    return 128 + (stopped.number if isinstance(stopped, Ended) else signal.SIGINT)
+
+
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """kill and a closed terminal stop what runs inside as Ctrl-C does, unless they are handled."""
@@ -19,7 +32,7 @@ def stopped_by_signals() -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Ended(number)
 
     ending = [s for s in _SIGNALS if signal.getsignal(s) == signal.SIG_DFL]
     try:

@@ -42,10 +42,11 @@ from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.record import described_run
-from dflash_mlx.train.shape import Shape, drafter_config, mask_token, second_parts
+from dflash_mlx.train.shape import drafter_config, mask_token, second_parts, with_windows
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
 from dflash_mlx.train.trainer import Report, Task, Trainer
+from dflash_mlx.train.wording import counted
 
 #: of the machine's memory, what a run may take when nobody says how much
 _MEMORY_SHARE = 0.75
@@ -124,10 +125,11 @@ def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
     target, recipe = engine.target, order.recipe
     if order.init not in ("target", "random"):
         shape = order.shape
-        if replace(shape, layers=None, selector_rank=None) != Shape():
+        if (shape.taps, shape.causal, shape.mask_token_id) != (None, None, None):
             raise UsageError(
-                "--init with a drafter takes its taps, windows and mask over. Leave those options "
-                "out; --layers, --selector-rank and --block-size may change it."
+                "--init with a drafter takes its taps, mask and order in the block over. Leave "
+                "those options out; --layers, --selector-rank, --block-size and --windows may "
+                "change it."
             )
         fetched = hub.fetch(order.init, kind="drafter")
         stored, start = drafter_start(
@@ -138,6 +140,8 @@ def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
             second_parts(shape, target.hidden_size),
             order.block_size,
         )
+        if shape.windows is not None:
+            stored = with_windows(stored, shape)
         content = None if fetched.revision else hash_of(fetched.path)
         start = replace(start, revision=fetched.revision, content=content)
         return stored, start, "the drafter's own"
@@ -153,12 +157,12 @@ def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
 
 def _introduction(engine: Engine, config: DFlashConfig, start: Start, why_mask: str) -> str:
     size = sum(array.size for array in start.weights.values()) / 1e6
-    layers = config.num_hidden_layers
+    layers, taps = config.num_hidden_layers, ", ".join(map(str, config.target_layer_ids))
     origin = f"{len(start.taken)} of {len(start.weights)} tensors start from the target"
     return (
-        f"A drafter for {engine.model}: {layers} layers, {size:.1f} million weights, blocks of "
-        f"{config.block_size}, taps {', '.join(map(str, config.target_layer_ids))}, mask token "
-        f"{config.mask_token_id} ({why_mask}); {origin}."
+        f"A drafter for {engine.model}: {counted(layers, 'layer')}, {size:.1f} million weights, "
+        f"blocks of {config.block_size}, taps {taps}, mask token {config.mask_token_id} "
+        f"({why_mask}); {origin}."
     )
 
 
@@ -180,14 +184,17 @@ def _divided(
     recipe = order.recipe
     texts, short = usable(texts, min(recipe.max_length, engine.target.context_length))
     if short:
-        voice.say(f"{short} texts are too short to train on, or longer than --max-length alone.")
+        voice.say(
+            f"Left out: {counted(short, 'text')} too short to train on, or longer than "
+            "--max-length alone."
+        )
     if len(texts) < 2:
         raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
     trained, held = split(texts, recipe.held_out)
     if len(held) < recipe.held_out:
         voice.say(
-            f"{len(held)} texts are held out, not {recipe.held_out}: a quarter at most, and all "
-            "answers of a prompt or none."
+            f"Held out: {counted(len(held), 'text')}, not {recipe.held_out}; a quarter at most, "
+            "and all answers of a prompt or none."
         )
     return trained, held
 
@@ -213,7 +220,7 @@ def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) ->
                 progress=lambda done, total, speed: voice.stage("answers", done, total),
             )
         if answered.skipped:
-            voice.say(f"{answered.skipped} prompts are too long for an answer; left out.")
+            voice.say(f"Left out: {counted(answered.skipped, 'prompt')} too long for an answer.")
         return joined_texts(given, answered.texts)
     return given
 

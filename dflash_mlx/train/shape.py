@@ -8,16 +8,20 @@ from typing import Any
 
 import mlx.nn as nn
 
+from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.layers.rope import rope_scaling, rope_theta, rope_type
 from dflash_mlx.models import gemma4_config
 from dflash_mlx.models.base import Target
 from dflash_mlx.tokenizer import Tokenizer
 from dflash_mlx.train.start import target_layers
+from dflash_mlx.train.wording import counted
 
 #: rope kinds a drafter can have; positions of other kinds are rotated by theta alone
 _ROPES = ("linear", "llama3", "yarn")
 _DEFAULT_LAYERS, _DEFAULT_TAPS = 5, 5
+#: of config.json, what says which layers have a window
+WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 #: of DFlash 2: rows a convolution reads, and candidates of each position
 _CONV_TAPS, _SELECTOR_TOP_K = 4, 8
 
@@ -27,8 +31,8 @@ class Shape:
     """What a person may choose of a new drafter; None is decided from the target.
 
     taps: target layers whose outputs are read, or how many. windows: positions a layer sees, one
-    number for all layers, or one entry a layer, None where it sees everything; the format has one
-    number for all layers with a window. selector_rank: makes it a DFlash 2 drafter.
+    number or entry for all layers, or one entry a layer, None where it sees everything; the format
+    has one number for all layers with a window. selector_rank: makes it a DFlash 2 drafter.
     """
 
     layers: int | None = None
@@ -53,10 +57,13 @@ class Shape:
 def layer_windows(shape: Shape, layers: int) -> tuple[int | None, ...]:
     """The window of each layer; UsageError for as many as do not fit, or two different ones."""
     windows = shape.windows
-    each = windows if isinstance(windows, tuple) else (windows,) * layers
+    each = windows if isinstance(windows, tuple) else (windows,)
+    if len(each) == 1:
+        each *= layers
     if len(each) != layers:
         raise UsageError(
-            f"{len(each)} windows for {layers} layers; give one number, or one for each layer."
+            f"{len(each)} windows for {counted(layers, 'layer')}; give one number, or one for "
+            "each layer."
         )
     if len(set(each) - {None}) > 1:
         raise UsageError(
@@ -108,7 +115,6 @@ def drafter_config(
     layers = min(_DEFAULT_LAYERS, target.num_layers) if shape.layers is None else shape.layers
     taps = chosen_taps(target, shape.taps)
     windows = layer_windows(shape, layers)
-    window = next((one for one in windows if one is not None), None)
     dflash: dict[str, Any] = {
         "target_layer_ids": list(taps),
         "mask_token_id": mask_token_id,
@@ -130,21 +136,51 @@ def drafter_config(
         "block_size": block_size,
         "attention_bias": False,
         "hidden_act": "silu",
-        "layer_types": [f"{'full' if one is None else 'sliding'}_attention" for one in windows],
+        **_window_keys(windows),
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         **_rope(text),
         "dflash_config": dflash,
     }
-    if window is not None:
-        config |= {"sliding_window": window, "use_sliding_window": True}
-        config |= {"max_window_layers": 0}
-    if shape.causal is not None or window is not None:
+    if shape.causal is not None or any(windows):
         config["is_causal"] = bool(shape.causal)
     if parts := second_parts(shape, target.hidden_size):
         config["architectures"] = ["DFlash2DraftModel"]
         dflash |= parts
     return config
+
+
+def with_windows(stored: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
+    """An official config.json with the shape's windows in place of its own.
+
+    UsageError where layers with and without one see their block in different orders, and others
+    are to have one: the format could not say so.
+    """
+    config = parse_config(dict(stored))
+    each = layer_windows(shape, config.num_hidden_layers)
+    others = [(a is None) != (b is None) for a, b in zip(each, config.windows, strict=True)]
+    mixed = len(set(config.causal)) > 1
+    if mixed and any(others):
+        raise UsageError(
+            "This drafter's layers with a window see their block in another order than the rest; "
+            "other layers cannot have one. Give one number, and 'all' where it has 'all'."
+        )
+    kept = {key: value for key, value in stored.items() if key not in WINDOW_KEYS}
+    made = {**kept, **_window_keys(each)}
+    return made if mixed else {**made, "is_causal": config.causal[0]}
+
+
+def _window_keys(each: Sequence[int | None]) -> dict[str, Any]:
+    kinds = [f"{'full' if one is None else 'sliding'}_attention" for one in each]
+    window = next((one for one in each if one is not None), None)
+    if window is None:
+        return {"layer_types": kinds}
+    return {
+        "layer_types": kinds,
+        "sliding_window": window,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    }
 
 
 def second_parts(shape: Shape, hidden_size: int) -> dict[str, int] | None:

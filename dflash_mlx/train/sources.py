@@ -10,6 +10,7 @@ from dflash_mlx.errors import UsageError
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import FeatureCache, FeatureSpec, Seen, bytes_a_token, compute
+from dflash_mlx.train.wording import counted, shown_bytes
 
 
 class Offline:
@@ -55,19 +56,20 @@ def offline(
         for (spec, _), texts in zip(wanted, missing, strict=True)
     )
     if count := sum(map(len, missing)):
-        announce(f"Features of {count} texts will take {size / 1e9:.2f} GB in {folder}.")
+        announce(f"Features of {counted(count, 'text')} will take {shown_bytes(size)} in {folder}.")
     there = sum(shard.stat().st_size for shard in folder.glob("*/features-*.safetensors"))
     if limit_bytes is not None and size + there > limit_bytes:
         raise UsageError(
-            f"The features take {(size + there) / 1e9:.2f} GB, more than the limit of "
-            f"{limit_bytes / 1e9:.2f} GB. Raise --cache-limit, give fewer taps, or use --online."
+            f"The features take {shown_bytes(size + there)}, more than the limit of "
+            f"{shown_bytes(limit_bytes)}. Raise --cache-limit, give fewer taps, or use --online."
         )
     free = shutil.disk_usage(folder).free
     if size > 0.95 * free:
         raise UsageError(
-            f"The features take {size / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB "
-            "free. Free some, put --work elsewhere, or use --online."
+            f"The features take {shown_bytes(size)} and {folder} has {shown_bytes(free)} free. "
+            "Free some, put --work elsewhere, or use --online."
         )
     for cache, texts in zip(kinds, missing, strict=True):
-        cache.add(target, texts, progress)
+        if texts:
+            cache.add(target, texts, progress)
     return [Offline(cache) for cache in kinds]

@@ -20,6 +20,7 @@ from dflash_mlx.draft.packagings import official_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.gemma_start import gemma_parts, is_gemma
+from dflash_mlx.train.wording import counted
 from dflash_mlx.weights import read_config
 
 Weights = dict[str, mx.array]
@@ -186,8 +187,8 @@ def drafter_start(
         )
     if layers is not None and layers < config.num_hidden_layers:
         raise UsageError(
-            f"The drafter in {folder} has {config.num_hidden_layers} layers; give as many or more, "
-            f"not {layers}."
+            f"The drafter in {folder} has {counted(config.num_hidden_layers, 'layer')}; give as "
+            f"many or more, not {layers}."
         )
     if parts and config.parts:
         raise UsageError(f"The drafter in {folder} has a selector already. Leave its rank out.")
