@@ -23,7 +23,7 @@ from dflash_mlx.train.batches import (
 from dflash_mlx.train.blocks import BlockGroup, block_rows
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import Seen
-from dflash_mlx.train.loss import HeadSubset, Labels
+from dflash_mlx.train.loss import HeadSubset, Labels, Reweighed
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import agreed
 from dflash_mlx.train.shape import Shape, second_parts
@@ -58,21 +58,7 @@ def fused_rows(
     return model.norm(x)
 
 
-def confidence_weights(logits: mx.array, labels: Labels) -> Labels:
-    """D-PACE: a row weighs what its being right adds to the expected accepted length.
-
-    With c = (1 + p(label)) / 2 of each row and π the product of c up to a row, row k weighs
-    Σ π over the rows k and behind. The sum of all weights stays what it was.
-    """
-    counted = labels.weights > 0
-    picked = mx.take_along_axis(logits, labels.hard[..., None], axis=-1)[..., 0]
-    sure = mx.where(counted, 0.5 + 0.5 * mx.exp(picked - mx.logsumexp(logits, axis=-1)), 1.0)
-    reached = mx.cumprod(sure, axis=-1) * counted
-    weights = mx.cumsum(reached, axis=-1, reverse=True) * counted
-    return replace(labels, weights=weights * (labels.weights.sum() / weights.sum()))
-
-
-def half_of_the_rows(logits: mx.array, labels: Labels) -> Labels:
+def half_of_the_rows(logprobs: mx.array, labels: Labels) -> Labels:
     """Loss on a random half of the positions, twice as heavy."""
     key = mx.random.key(int(labels.hard.sum()))  # another half in every pass, the same in a rerun
     chosen = mx.random.bernoulli(0.5, labels.weights.shape, key=key)
@@ -119,7 +105,7 @@ class Variant:
     shape: dict[str, Any] = field(default_factory=dict)
     taps: tuple[int, ...] | None = None
     rows: Rows = block_rows
-    reweighed: Callable[[mx.array, Labels], Labels] | None = None
+    reweighed: Reweighed | None = None
     random: bool = False
     blind: bool = False
     uniform: bool = False
@@ -233,7 +219,7 @@ def variants(taps: tuple[int, ...]) -> list[Variant]:
         Variant("trained on blocks of 16, verifies 16", recipe={"block_size": 16}),
         Variant("soft labels only", recipe={"soft": 1.0}),
         Variant("half soft, half hard labels", recipe={"soft": 0.5}),
-        Variant("D-PACE weights instead of decay", reweighed=confidence_weights),
+        Variant("D-PACE weights instead of decay", recipe={"weights": "dpace"}),
         Variant("loss on a random half of the rows", reweighed=half_of_the_rows),
         Variant("loss over the whole vocabulary", recipe={"negatives": 10**9}),
         Variant("random start", random=True),

@@ -119,6 +119,7 @@ class Comparison:
             "learning_rate": options.lr,
             "max_length": 512,
             "seed": seed,
+            "weights": "decay",  # the paper's
         }
         recipe = Recipe(**{**settings, **variant.recipe})
         # Equal budget: as many rows a step, whatever the block size.

@@ -26,7 +26,9 @@ import ablate_table
 
 TAPS = (0, 1, 2, 3, 4)
 BLOCK = 8
-RECIPE = Recipe(steps=2, block_size=BLOCK, step_blocks=8, pass_blocks=8, negatives=8)
+RECIPE = Recipe(
+    steps=2, block_size=BLOCK, step_blocks=8, pass_blocks=8, negatives=8, weights="decay"
+)
 
 
 def compared() -> list[ablate.Variant]:
@@ -68,6 +70,7 @@ def test_every_axis_of_the_paper_is_compared():
     assert any(v.rows is ablate.fused_rows for v in found)
     assert any(v.uniform for v in found)
     assert any(v.recipe.get("gamma", 0) > 1e3 for v in found)
+    assert [v.recipe["weights"] for v in found if "weights" in v.recipe] == ["dpace"]
     assert {len(v.taps) if v.taps else len(TAPS) for v in found} == {3, 5}
     assert {v.shape.get("layers", 2) for v in found} == {1, 2, 3}
     assert any(v.random for v in found)

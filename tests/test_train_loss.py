@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +17,7 @@ from dflash_mlx.train.loss import (
     HeadSubset,
     cross_entropy,
     default_gamma,
+    dpace_weights,
     position_weights,
 )
 from dflash_mlx.train.step import build_pass
@@ -80,7 +82,8 @@ def test_cross_entropy_is_that_of_numpy(target, seen, soft):
     works = [Work(TEXT, np.array([3, 4, 6]))]
     made = build_pass(works, [seen], head, position_weights(4, 2.0))
     logits = mx.random.normal((3, 3, target.vocab_size), key=mx.random.key(4)) * 3
-    loss, correct = cross_entropy(logits, made.labels, soft)
+    loss, weights, correct = cross_entropy(logits, made.labels, soft)
+    assert mx.array_equal(weights, made.labels.weights)
     ours = np.array(logits, np.float64)
     log = ours - np.log(np.exp(ours).sum(-1, keepdims=True))
     total = 0.0
@@ -97,6 +100,44 @@ def test_cross_entropy_is_that_of_numpy(target, seen, soft):
             total -= np.exp(-(k - 1) / 2) * mixed
             assert bool(correct[block, k - 1]) == (np.argmax(ours[block, k - 1]) == label)
     assert loss.item() == pytest.approx(total, rel=1e-4)
+
+
+def dpace(probs: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Weights of one block's rows by their definition, a product and a sum at a time."""
+    sure = [(1 + p) / 2 if here else 1.0 for p, here in zip(probs, there, strict=True)]
+    reached = [np.prod(sure[: k + 1]) * there[k] for k in range(len(sure))]
+    return np.array([sum(reached[k:]) * there[k] for k in range(len(sure))])
+
+
+def test_dpace_weights_are_those_of_their_definition(target, seen):
+    head = HeadSubset(target, range(target.vocab_size))
+    works = [Work(TEXT, np.array([3, 4, 6]))]
+    labels = build_pass(works, [seen], head, position_weights(4, 2.0)).labels
+    logits = mx.random.normal((3, 3, target.vocab_size), key=mx.random.key(4)) * 3
+    loss, weights, _ = cross_entropy(logits, labels, 0.0, dpace_weights)
+    ours = np.array(logits, np.float64)
+    probs = np.exp(ours) / np.exp(ours).sum(-1, keepdims=True)
+    right = np.take_along_axis(probs, np.array(labels.hard)[..., None], -1)[..., 0]
+    there = np.array(labels.weights) > 0
+    assert there.sum(-1).tolist() == [3, 3, 1]  # the last block ends behind the text
+    expected = np.stack([dpace(right[i], there[i]) for i in range(3)])
+    assert np.allclose(weights, expected, rtol=1e-4)
+    assert loss.item() == pytest.approx(-(expected * np.log(right)).sum(), rel=1e-4)
+
+
+def test_no_gradient_flows_through_dpace_weights(target, seen):
+    """A drafter must not learn to be unsure of rows that it gets wrong."""
+    head = HeadSubset(target, range(target.vocab_size))
+    labels = build_pass(
+        [Work(TEXT, np.array([3, 4]))], [seen], head, position_weights(4, 2.0)
+    ).labels
+    logits = mx.random.normal((2, 3, target.vocab_size), key=mx.random.key(4)) * 3
+    _, weights, _ = cross_entropy(logits, labels, 0.0, dpace_weights)
+    fixed = replace(labels, weights=weights)
+    ours = mx.grad(lambda x: cross_entropy(x, labels, 0.0, dpace_weights)[0])(logits)
+    theirs = mx.grad(lambda x: cross_entropy(x, fixed, 0.0)[0])(logits)
+    assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert not np.allclose(weights, labels.weights)
 
 
 def test_the_targets_distribution_is_that_of_the_token_at_each_position(target, seen):

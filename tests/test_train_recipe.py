@@ -16,8 +16,9 @@ import dflash_mlx
 from dflash_mlx.cli import main
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft.config import parse_config
+from dflash_mlx.errors import UsageError
 from dflash_mlx.train import run, step, trainer
-from dflash_mlx.train.checkpoint import load_state
+from dflash_mlx.train.checkpoint import load_state, save_state
 from dflash_mlx.train.naming import hash_of
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
@@ -61,6 +62,37 @@ def test_the_papers_recipe_is_what_a_bare_command_asks_for(monkeypatch, tmp_path
         assert recipe.block_size == 16
         assert [replace(recipe, block_size=size).decay for size in (16, 10, 8)] == [7, 5, 4]
         assert (recipe.weight_decay, recipe.soft) == (0, 0)
+        assert recipe.weights == "dpace"
+
+
+@pytest.mark.parametrize(("given", "decay"), [("paper", 7), ("2.5", 2.5)])
+def test_the_papers_weights_are_there_for_the_asking(given, decay, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(run, "train", lambda order, voice: asked.append(order) or {})
+    with pytest.raises(SystemExit):
+        main(["train", "target", "--out", str(tmp_path), "--answers", "a", "--gamma", given])
+    assert (asked[0].recipe.weights, asked[0].recipe.decay) == ("decay", decay)
+
+
+def test_a_gamma_that_is_no_number_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "target", "--out", str(tmp_path), "--answers", "a", "--gamma", "auto"])
+    assert end.value.code
+    assert "--gamma auto is no number. Give one, or paper." in capsys.readouterr().err
+
+
+def test_a_run_with_decaying_weights_says_so_and_goes_on_as_one(order):
+    """States of before there were others name no weights, and had these."""
+    decaying = replace(order, recipe=replace(RECIPE, weights="decay", gamma=3.0))
+    result = train(decaying)
+    assert read_json(order.out / "run.json")["gamma"] == 3.0
+    assert "row weights exp(-(k-1)/3)" in (order.out / "README.md").read_text()
+    parameters, optimizer, progress, stored = load_state(order.out)
+    del stored["recipe"]["weights"]
+    save_state(order.out, parameters, optimizer, progress, stored)
+    assert train(decaying)["tau"] == result["tau"]
+    with pytest.raises(UsageError, match="weights: decay -> dpace"):
+        train(replace(order, recipe=replace(RECIPE, gamma=3.0)))
 
 
 def expected_rates(steps: int) -> np.ndarray:

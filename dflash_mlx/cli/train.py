@@ -86,7 +86,12 @@ Selector = Annotated[
 MaskToken = Annotated[int | None, option("The id that stands for a mask.", "--mask-token")]
 MaxLength = Annotated[int, option("Longest text, prompt included.", "--max-length")]
 Gamma = Annotated[
-    float | None, option("Row k weighs exp(-(k-1)/gamma); by block size without it.", "--gamma")
+    str | None,
+    option(
+        "Row k weighs exp(-(k-1)/N), paper takes N by block size; D-PACE weights without it.",
+        "--gamma",
+        metavar="N|paper",
+    ),
 ]
 Anchors = Annotated[int, option("Blocks a text and epoch.", "--anchors")]
 StepBlocks = Annotated[int, option("Blocks of one step.", "--step-blocks")]
@@ -193,6 +198,8 @@ def _order(given: dict[str, Any]) -> Order:
     settings = {**given, "learning_rate": given["lr"], "dtype": given["train_dtype"] or "float32"}
     if given["block_size"] is None:
         del settings["block_size"]  # the recipe's own
+    if given["gamma"] is not None:
+        settings |= {"weights": "decay", "gamma": _gamma(given["gamma"])}
     return Order(
         target=given["target"],
         out=_folder("--out", given["out"]),
@@ -238,6 +245,15 @@ def _taps(given: str | None) -> int | tuple[int, ...] | None:
             f"--taps {given} is no number and no list of layers. Give 5, or 1,8,15."
         ) from None
     return numbers[0] if len(numbers) == 1 else tuple(numbers)
+
+
+def _gamma(given: str) -> float | None:
+    if given == "paper":
+        return None
+    try:
+        return float(given)
+    except ValueError:
+        raise UsageError(f"--gamma {given} is no number. Give one, or paper.") from None
 
 
 def _windows(given: str | None) -> int | tuple[int | None, ...] | None:

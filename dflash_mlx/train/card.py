@@ -50,7 +50,7 @@ def model_card(
         f"- {counted(trained['texts'], 'text')} with {trained['answer_tokens']} tokens answered by "
         f"the target (SHA-256 of names and ids {trained['sha256'][:16]}...)",
         f"- {counted(result['steps'], 'step')} of {recipe['step_blocks']} blocks, learning rate "
-        f"{recipe['learning_rate']}, row weights exp(-(k-1)/{run['gamma']:g}), soft labels "
+        f"{recipe['learning_rate']}, {_weights(run)}, soft labels "
         f"{recipe['soft']:g}, start: {run['init']}",
         f"- on {run['machine']}, {run['device']}, {run['dtype']}; " + _versions(run["versions"]),
         "",
@@ -58,6 +58,11 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _weights(run: Mapping[str, Any]) -> str:
+    gamma = run["gamma"]
+    return "D-PACE weights" if gamma is None else f"row weights exp(-(k-1)/{gamma:g})"
 
 
 def _tau(result: Mapping[str, Any], held: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The training loss: same-position labels, weights that decay along the block, hard and soft.
+"""The training loss: same-position labels, weights along the block, hard and soft labels.
 
 The head is restricted to the tokens of the training texts and a fresh sample of the others, which
 keep them from winning at run time over the whole vocabulary.
@@ -6,8 +6,8 @@ keep them from winning at run time over the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -66,9 +66,26 @@ class Labels:
     soft_probs: mx.array
 
 
+#: the labels' log-probabilities [N, b-1] and labels -> the same labels with other weights
+Reweighed = Callable[[mx.array, Labels], Labels]
+
+
 def position_weights(block_size: int, gamma: float) -> np.ndarray:
     """[b-1] float32: exp(-(k-1)/γ) of the rows k = 1 .. b-1."""
     return np.exp(-np.arange(block_size - 1) / gamma).astype(np.float32)
+
+
+def dpace_weights(logprobs: mx.array, labels: Labels) -> Labels:
+    """Labels with the weights of D-PACE (arXiv 2605.18810, with α = 1/2).
+
+    A row weighs what its being right adds to the expected accepted length: with c = (1 + p(label))
+    / 2 of each row and π the product of c up to a row, row k weighs Σ π over the rows k and behind.
+    logprobs [N, b-1]: of the labels; they get no gradient through the weights.
+    """
+    counted = labels.weights > 0
+    sure = mx.where(counted, 0.5 + 0.5 * mx.exp(mx.stop_gradient(logprobs)), 1.0)
+    reached = mx.cumprod(sure, axis=-1) * counted
+    return replace(labels, weights=mx.cumsum(reached, axis=-1, reverse=True) * counted)
 
 
 def default_gamma(block_size: int) -> float:
@@ -85,18 +102,25 @@ def draft_logits(config: DFlashConfig, rows: mx.array, head: mx.array) -> mx.arr
     return logits if cap is None else mx.tanh(logits / cap) * cap
 
 
-def cross_entropy(logits: mx.array, labels: Labels, soft_share: float) -> tuple[mx.array, mx.array]:
-    """(Σ weight · CE, correct [N, b-1] bool) from logits [N, b-1, V'].
+def cross_entropy(
+    logits: mx.array,
+    labels: Labels,
+    soft_share: float,
+    reweighed: Reweighed = lambda logprobs, labels: labels,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(Σ weight · CE, weights [N, b-1], correct [N, b-1] bool) from logits [N, b-1, V'].
 
     soft_share: 0 takes the tokens themselves as labels, 1 the target's distribution at each
-    position (its most likely tokens), between them a mixture.
+    position (its most likely tokens), between them a mixture. reweighed: the labels' weights from
+    the log-probabilities of the tokens.
     """
     total = logsumexp(logits)
     picked = mx.take_along_axis(logits, labels.hard[..., None], axis=-1)[..., 0]
+    labels = reweighed(picked - total, labels)
     if soft_share:
         soft = mx.take_along_axis(logits, labels.soft_ids, axis=-1) * labels.soft_probs
         # Rows whose likely tokens all lie outside the head's subset have hard labels only.
         share = soft_share * labels.soft_probs.sum(axis=-1)
         picked = (1 - share) * picked + soft_share * soft.sum(axis=-1)
     loss = ((total - picked) * labels.weights).sum()
-    return loss, mx.argmax(mx.stop_gradient(logits), axis=-1) == labels.hard
+    return loss, labels.weights, mx.argmax(mx.stop_gradient(logits), axis=-1) == labels.hard

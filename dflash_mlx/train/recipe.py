@@ -10,18 +10,21 @@ from dflash_mlx.train.loss import default_gamma
 
 #: of the forward pass
 _DTYPES = ("float32", "bfloat16")
+_WEIGHTS = ("dpace", "decay")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How a drafter is trained. Two runs with equal recipes and equal texts are equal.
 
-    gamma: rows behind the anchor weigh exp(-(k-1)/gamma); None is the paper's for the block size.
+    weights: "dpace", or "decay", where rows behind the anchor weigh exp(-(k-1)/gamma); gamma None
+    is the paper's for the block size.
     soft: share of the target's distribution in the labels, 0 .. 1; the rest is the tokens.
     steps: ends the run before `epochs` do; None is no limit.
     """
 
     block_size: int = 16
+    weights: str = "dpace"
     gamma: float | None = None
     anchors: int = 512  # a text and epoch at most
     step_blocks: int = 256  # blocks of one optimizer step
@@ -52,12 +55,14 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{name} is {value}; give a number above 0.")
+        if self.weights not in _WEIGHTS:
+            raise UsageError(f"weights is {self.weights!r}; give one of {', '.join(_WEIGHTS)}.")
         if self.dtype not in _DTYPES:
             raise UsageError(f"dtype is {self.dtype!r}; give one of {', '.join(_DTYPES)}.")
 
     @property
     def decay(self) -> float:
-        """γ of the weights along the block."""
+        """γ of weights that decay along the block."""
         return default_gamma(self.block_size) if self.gamma is None else self.gamma
 
     def as_json(self) -> dict[str, Any]:
@@ -69,6 +74,7 @@ class Recipe:
         Blocks a pass may differ: a run that ran out of memory goes on with fewer.
         """
         ours = self.as_json()
+        stored = {"weights": "decay", **stored}  # the only ones that earlier versions had
         names = [field.name for field in fields(self) if field.name != "pass_blocks"]
         return [f"{n}: {stored.get(n)} -> {ours[n]}" for n in names if stored.get(n) != ours[n]]
 

@@ -37,7 +37,7 @@ def described_run(
         "init_content": start.content,
         "drafter": _drafter(task.config),
         "recipe": recipe.as_json(),
-        "gamma": recipe.decay,
+        "gamma": recipe.decay if recipe.weights == "decay" else None,
         "prompts": _files(order.prompts),
         "answers": {
             "files": _files(order.answers),

@@ -22,8 +22,11 @@ def selector_loss(
     logits: mx.array,
     work: Pass,
     head: HeadSubset,
+    weights: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """(Σ weight · CE over the candidates, correct [N, b-1]) from rows [N, b-1, H].
+
+    weights [N, b-1].
 
     Candidates are the unary logits' best; the true token takes the place of the weakest when it is
     not among them. The predecessor is the true one.
@@ -46,7 +49,7 @@ def selector_loss(
     scores = unary + follows
     at = mx.argmax(candidates == label, axis=-1)[..., None]
     picked = mx.take_along_axis(scores, at, axis=-1)[..., 0]
-    loss = ((mx.logsumexp(scores, axis=-1) - picked) * work.labels.weights).sum()
+    loss = ((mx.logsumexp(scores, axis=-1) - picked) * weights).sum()
     # Correct as a greedy walk behind true predecessors would be; a swapped-in label never counts.
     best = mx.argmax(mx.stop_gradient(scores), axis=-1)[..., None]
     right = mx.take_along_axis(candidates, best, axis=-1)[..., 0] == work.labels.hard

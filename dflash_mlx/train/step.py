@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.dflash import DFlashModel
@@ -17,7 +17,14 @@ from dflash_mlx.models.base import Target
 from dflash_mlx.train.batches import Work
 from dflash_mlx.train.blocks import BlockGroup, block_rows
 from dflash_mlx.train.features import Seen
-from dflash_mlx.train.loss import HeadSubset, Labels, cross_entropy, draft_logits
+from dflash_mlx.train.loss import (
+    HeadSubset,
+    Labels,
+    Reweighed,
+    cross_entropy,
+    dpace_weights,
+    draft_logits,
+)
 from dflash_mlx.train.selector import selector_loss
 
 Tree = Any
@@ -89,28 +96,26 @@ class Objective:
     head: HeadSubset
     soft_share: float
     dtype: mx.Dtype  # of the forward pass; parameters are float32 masters
-    # Other ones in comparisons: the drafter's pass, and the labels' weights, which may depend on
-    # the logits of this pass.
+    reweighed: Reweighed = dpace_weights
+    # Another one in comparisons: the drafter's pass.
     rows: Callable[..., mx.array] = block_rows
-    reweighed: Callable[[mx.array, Labels], Labels] = lambda logits, labels: labels
 
     def __call__(
-        self, parameters: Tree, work: Pass, scale: float
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """(scale · Σ weight · loss, unscaled Σ weight · CE, correct [N, b-1])."""
+        self, parameters: Tree, work: Pass
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """(Σ weight · loss, Σ weight · CE, Σ weight, correct [N, b-1])."""
         self.model.update(tree_map(lambda p: p.astype(self.dtype), parameters))
         x = self.embed(work.anchors)
         rows = self.rows(self.model, self.config, x, work.groups)[:, 1:]
         logits = draft_logits(self.config, rows, self.head.rows.astype(self.dtype))
-        work = replace(work, labels=self.reweighed(mx.stop_gradient(logits), work.labels))
-        loss, correct = cross_entropy(logits, work.labels, self.soft_share)
+        loss, weights, correct = cross_entropy(logits, work.labels, self.soft_share, self.reweighed)
         total = loss
         if isinstance(self.model, DFlash2Model):
             extra, correct = selector_loss(
-                self.model.candidate_selector, rows, logits, work, self.head
+                self.model.candidate_selector, rows, logits, work, self.head, weights
             )
             total = total + extra
-        return total * scale, loss, correct
+        return total, loss, weights.sum(), correct
 
     def embed(self, anchors: mx.array) -> mx.array:
         """[N] anchors -> [N, b, H]: their embeddings, then the mask's."""
@@ -124,11 +129,21 @@ class Objective:
         return x if scale == 1.0 else x * scale
 
 
+def clipped(grads: Tree, weight: float, most: float) -> Tree:
+    """Gradients of a sum divided by its weight, and scaled down to the norm `most` if larger."""
+    weight = max(weight, 1e-9)
+    squares = [mx.square(g).sum() for _, g in tree_flatten(grads)]
+    norm = mx.sqrt(mx.stack(squares).sum()) / weight
+    factor = mx.minimum(most / (norm + 1e-6), 1.0) / weight
+    return tree_map(lambda g: g * factor, grads)
+
+
 @dataclass
 class StepResult:
     """Sums over a step's blocks."""
 
     loss: float  # mean weighted CE
+    weight: float  # of all rows
     correct: np.ndarray  # [b-1] rows whose best token was the label
     counted: np.ndarray  # [b-1] rows with a label
 
@@ -144,12 +159,13 @@ class Streams:
 def gradients(
     objective: Objective, parameters: Tree, work: Sequence[Pass], streams: Streams
 ) -> tuple[Tree, StepResult]:
-    """Mean gradient over all passes, and what to report. Sums are made in the order of passes."""
-    weight = sum(float(p.labels.weights.sum()) for p in work)
-    scale = 1.0 / max(weight, 1e-9)
+    """Gradient of Σ weight · loss over all passes, and what to report, with Σ weight.
+
+    Sums are made in the order of passes; whoever takes a step divides by the weight.
+    """
     compute = mx.value_and_grad(objective)
     size = work[0].counted.shape[1]
-    result = StepResult(0.0, np.zeros(size, np.int64), np.zeros(size, np.int64))
+    result = StepResult(0.0, 0.0, np.zeros(size, np.int64), np.zeros(size, np.int64))
     total: Tree = None
     width = len(streams.streams)
     for start in range(0, len(work), width):
@@ -157,13 +173,15 @@ def gradients(
         made = []
         for item, stream in zip(now, streams.streams, strict=False):
             with mx.stream(stream):
-                made.append(compute(parameters, item, scale))
-        mx.async_eval(*[x for m in made for x in (m[0][1], m[0][2], m[1])])
-        for item, ((_, loss, correct), grads) in zip(now, made, strict=True):
-            result.loss += float(loss) * scale
+                made.append(compute(parameters, item))
+        mx.async_eval(*[x for m in made for x in (*m[0][1:], m[1])])
+        for item, ((_, loss, weight, correct), grads) in zip(now, made, strict=True):
+            result.loss += float(loss)
+            result.weight += float(weight)
             hit = np.array(correct) & item.counted
             result.correct += hit.sum(0)
             result.counted += item.counted.sum(0)
             total = grads if total is None else tree_map(mx.add, total, grads)
         mx.eval(total)
+    result.loss /= max(result.weight, 1e-9)
     return total, result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,14 @@ from dflash_mlx.train.naming import same_target
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import Replay, joined, replay_sets
 from dflash_mlx.train.start import Weights, new_model
-from dflash_mlx.train.step import Objective, StepResult, Streams, build_pass, gradients
+from dflash_mlx.train.step import (
+    Objective,
+    StepResult,
+    Streams,
+    build_pass,
+    clipped,
+    gradients,
+)
 
 #: seconds between states on disk: what a machine that goes down may cost
 SAVE_SECONDS = 300.0
@@ -242,7 +249,7 @@ class Trainer:
                 f"The loss is {result.loss} at step {self.progress.step + 1}; start again with a "
                 "smaller --lr, or --train-dtype float32."
             )
-        grads, _ = optim.clip_grad_norm(grads, self.recipe.clip)
+        grads = clipped(grads, result.weight, self.recipe.clip)
         # A transposed gradient would give weights a layout that a saved state does not keep, and
         # matmul rounds otherwise for it.
         return tree_map(mx.contiguous, grads), result
@@ -256,7 +263,10 @@ class Trainer:
     def _objective(self, head: HeadSubset) -> Objective:
         task, recipe = self.task, self.recipe
         dtype = DTYPES[recipe.dtype]
-        return Objective(self._model, task.config, task.target, head, recipe.soft, dtype)
+        objective = Objective(self._model, task.config, task.target, head, recipe.soft, dtype)
+        if recipe.weights == "dpace":
+            return objective
+        return replace(objective, reweighed=lambda logprobs, labels: labels)
 
     def _head_of(self, epoch: int) -> HeadSubset:
         """Tokens of all trained texts, and others that are drawn anew every epoch."""
