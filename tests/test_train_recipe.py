@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -112,15 +113,22 @@ def test_the_rate_warms_up_and_follows_a_cosine_to_the_end():
 
 
 def test_every_step_has_its_rate_and_clipped_gradients(order, monkeypatch):
-    seen = []
-    apply = trainer.optim.AdamW.apply_gradients
+    """And the compiled update is that of MLX's AdamW, step by step."""
+    seen, plain = [], optim.AdamW(0.0, weight_decay=0.0, bias_correction=True)
+    apply = Trainer._apply
 
-    def watched(self, grads, parameters):
+    def watched(self, grads):
+        plain.learning_rate = expected_rates(25)[len(seen)]
+        expected = plain.apply_gradients(grads, self.parameters)
+        apply(self, grads)
         norm = sum(float((g**2).sum()) for _, g in tree_flatten(grads)) ** 0.5
-        seen.append((float(self.learning_rate), norm))
-        return apply(self, grads, parameters)
+        seen.append((float(self.optimizer.learning_rate), norm))
+        for (name, ours), (_, theirs) in zip(
+            tree_flatten(self.parameters), tree_flatten(expected), strict=True
+        ):
+            assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-9), name
 
-    monkeypatch.setattr(trainer.optim.AdamW, "apply_gradients", watched)
+    monkeypatch.setattr(Trainer, "_apply", watched)
     recipe = replace(RECIPE, steps=25, step_blocks=2, clip=1e-3, measure_every=1000)
     train(replace(order, recipe=recipe))
     rates, norms = zip(*seen, strict=True)
