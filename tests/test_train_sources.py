@@ -12,10 +12,10 @@ from tiny import tiny_target
 from tiny_training import own_texts, read_json, write_answers, write_target
 
 import dflash_mlx
-from dflash_mlx.errors import UsageError
+from dflash_mlx.errors import CheckpointError, UsageError
 from dflash_mlx.train import features, sources
 from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split, usable
-from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.features import FeatureCache, FeatureSpec
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import train
@@ -70,6 +70,17 @@ def test_a_full_disk_is_seen_before_any_features_are_made(target, tmp_path, monk
     with pytest.raises(UsageError, match="free"):
         offline(tmp_path, wanted(), target, None, lambda text: None, lambda done, total: None)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_labels_that_a_shard_lacks_are_told(target, tmp_path):
+    spec = FeatureSpec("t", (1, 2), 5, "bfloat16")
+    FeatureCache(tmp_path, spec).add(target, TRAINED)
+    [shard] = tmp_path.rglob("features-*.safetensors")
+    arrays = {k: v for k, v in mx.load(str(shard)).items() if not k.endswith(".logprobs")}
+    mx.eval(arrays)
+    mx.save_safetensors(str(shard), arrays)
+    with pytest.raises(CheckpointError, match="logprobs' is not there"):
+        FeatureCache(tmp_path, spec).read(TRAINED[0])
 
 
 def test_features_of_one_kind_share_their_cache(target, tmp_path):

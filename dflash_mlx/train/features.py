@@ -1,6 +1,6 @@
 """What the target knows about every text, computed once and kept in safetensors shards.
 
-Shards are read text by text on demand, so memory does not grow with the corpus.
+Shards are mapped and read text by text on demand, so memory does not grow with the corpus.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.errors import CheckpointError
 from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment, packed, spans
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.files import make_folder, write_tensors, write_text
+from dflash_mlx.train.shards import Shard, damaged
 
 #: tokens of one forward pass of the target
 PASS_ROWS = 1024
@@ -92,12 +92,15 @@ class FeatureCache:
     def __init__(self, folder: Path, spec: FeatureSpec) -> None:
         self.folder = folder / spec.key()
         self.spec = spec
-        self._where: dict[str, Path] = {}  # a text's key -> its shard
+        self._where: dict[str, Shard] = {}  # by the text's key
         make_folder(self.folder)
-        for shard in sorted(self.folder.glob("features-*.safetensors")):
-            for name in _open(shard):
-                if name.endswith(".features"):
-                    self._where[name.removesuffix(".features")] = shard
+        for file in sorted(self.folder.glob("features-*.safetensors")):
+            self._take(Shard(file))
+
+    def _take(self, shard: Shard) -> None:
+        for name in shard.names():
+            if name.endswith(".features"):
+                self._where[name.removesuffix(".features")] = shard
 
     def __contains__(self, text: Text) -> bool:
         return _key(text) in self._where
@@ -133,39 +136,25 @@ class FeatureCache:
         # For whoever looks into the folder: its name is a hash of this.
         write_text(self.folder / "features.json", json.dumps(asdict(self.spec), indent=2) + "\n")
         write_tensors(shard, arrays)
-        self._where |= dict.fromkeys(map(_key, texts), shard)
+        self._take(Shard(shard))
 
     def read(self, text: Text) -> Seen:
         """One text's features, read from its shard now. CheckpointError when it is damaged."""
         key, rows = _key(text), len(text.answer_ids)
         shard = self._where[key]
-        stored = _open(shard)
-        features = stored[f"{key}.features"]
+        features = shard.read(f"{key}.features")
         ids, logprobs = mx.zeros((rows, 0), mx.int32), mx.zeros((rows, 0))
         if self.spec.top_k:
-            ids, logprobs = (stored.get(f"{key}.{part}", ids) for part in ("ids", "logprobs"))
+            try:
+                ids, logprobs = (shard.read(f"{key}.{part}") for part in ("ids", "logprobs"))
+            except KeyError as missing:
+                raise damaged(shard.file, f"{missing} is not there") from None
         whole = features.ndim == 2 and len(features) == text.length
         labelled = not self.spec.top_k or (ids.ndim == 2 and ids.size > 0)
         if not (whole and labelled and ids.shape == logprobs.shape and len(ids) == rows):
-            raise _damaged(shard, f"those of {text.name} have other shapes than its text")
+            raise damaged(shard.file, f"those of {text.name} have other shapes than its text")
         mx.eval(features, ids, logprobs)
         return Seen(features, ids, logprobs)
-
-
-def _damaged(shard: Path, why: object) -> CheckpointError:
-    return CheckpointError(
-        f"The cached features in {shard} are damaged ({why}); delete that file and start again."
-    )
-
-
-def _open(shard: Path) -> dict[str, mx.array]:
-    """The shard's arrays, not read yet; CheckpointError when it is damaged."""
-    try:
-        arrays = mx.load(str(shard))
-    except RuntimeError as error:
-        raise _damaged(shard, error) from None
-    assert isinstance(arrays, dict)
-    return arrays
 
 
 def _key(text: Text) -> str:

@@ -1,0 +1,91 @@
+"""Shards of features: what the safetensors package and MLX write is read; damage is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dflash_mlx.errors import CheckpointError
+from dflash_mlx.train.shards import Shard
+
+
+def numbers(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 50, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
+def test_what_the_package_writes_is_read(dtype, name, tmp_path):
+    """Whatever the length of the header, behind which the data may begin anywhere."""
+    arrays = {name: numbers((3, 5), dtype), "other": numbers((2,), dtype)}
+    save_file(arrays, tmp_path / "x.safetensors", {"why": "x" * len(name)})
+    shard = Shard(tmp_path / "x.safetensors")
+    assert sorted(shard.names()) == sorted(arrays)
+    for key, expected in arrays.items():
+        found = np.array(shard.read(key))
+        assert found.dtype == expected.dtype
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.int32])
+def test_what_mlx_writes_is_read(dtype, tmp_path):
+    arrays = {"x.features": mx.array(numbers((7, 3), np.float32)).astype(dtype)}
+    arrays["none"] = mx.zeros((0, 4), dtype)
+    mx.save_safetensors(str(tmp_path / "x.safetensors"), arrays)
+    shard = Shard(tmp_path / "x.safetensors")
+    for name, expected in arrays.items():
+        assert shard.read(name).dtype == dtype
+        assert mx.array_equal(shard.read(name), expected)
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_data_may_begin_at_any_byte(odd, tmp_path):
+    """The format asks for no alignment."""
+    array = numbers((4, 3), np.float32)
+    entry = {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, array.nbytes]}
+    text = json.dumps({"x": entry}).encode()
+    text += b" " * ((odd - len(text)) % 4)
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + array.tobytes())
+    assert np.array_equal(np.array(Shard(file).read("x")), array)
+
+
+def broken(content: bytes, what: str) -> bytes:
+    size = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+    if what == "entry":
+        header["x"]["shape"] = [99, 3]
+    if what == "offsets":
+        header["x"]["data_offsets"] = [-8, 40]
+    if what == "type":
+        header["x"]["dtype"] = "F8_E4M3"
+    if what == "list":
+        header = [1]
+    text = json.dumps(header).encode()
+    whole = len(text).to_bytes(8, "little") + text + data
+    return {
+        "empty": b"",
+        "short": whole[:5],
+        "cut in the header": whole[:30],
+        "cut in the data": whole[:-3],
+        "longer": whole + b"123",
+        "noise": bytes(range(256)),
+    }.get(what, whole)
+
+
+KINDS = ("empty", "short", "cut in the header", "cut in the data", "longer", "noise")
+
+
+@pytest.mark.parametrize("what", [*KINDS, "entry", "offsets", "type", "list"])
+def test_damage_is_told_with_the_file(what, tmp_path):
+    file = Path(tmp_path / "features-1.safetensors")
+    save_file({"x": numbers((4, 3), np.float32)}, file)
+    assert Shard(file).names() == ["x"]
+    file.write_bytes(broken(file.read_bytes(), what))
+    with pytest.raises(CheckpointError, match=r"features-1\.safetensors are damaged"):
+        Shard(file)
