@@ -65,9 +65,7 @@ def choose_drafter(
         fetched = hub.fetch(
             spec, revision=found.drafter_revision, kind="drafter", progress=progress
         )
-        # float16 overflows in the fused features, so a drafter is bfloat16 beside such a target.
-        dtype = mx.float32 if target.dtype == mx.float32 else mx.bfloat16
-        drafter = open_drafter(fetched.path, target, dtype=dtype, bits=bits)
+        drafter = open_drafter(fetched.path, target, dtype=dtype_beside(target), bits=bits)
     except DFlashError as error:
         if named:
             raise
@@ -78,6 +76,11 @@ def choose_drafter(
     if unfinished(fetched.path):
         warnings.append(f"{spec} holds the best drafter so far of a run that is not finished.")
     return Drafting(origin, drafter, spec, fetched.revision, warnings)
+
+
+def dtype_beside(target: Target) -> mx.Dtype:
+    """Of a drafter: float16 overflows in the fused features, so it is bfloat16 there, too."""
+    return mx.float32 if target.dtype == mx.float32 else mx.bfloat16
 
 
 def _plainly(reason: str) -> Drafting:

@@ -20,6 +20,7 @@ from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train import run, step, trainer
 from dflash_mlx.train.checkpoint import load_state, save_state
+from dflash_mlx.train.loss import dpace_weights
 from dflash_mlx.train.naming import hash_of
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
@@ -27,6 +28,7 @@ from dflash_mlx.train.replay import Replay
 from dflash_mlx.train.run import train
 from dflash_mlx.train.shape import Shape
 from dflash_mlx.train.start import random_start
+from dflash_mlx.train.step import clipped
 from dflash_mlx.train.trainer import Trainer, learning_rate
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -92,8 +94,71 @@ def test_a_run_with_decaying_weights_says_so_and_goes_on_as_one(order):
     del stored["recipe"]["weights"]
     save_state(order.out, parameters, optimizer, progress, stored)
     assert train(decaying)["tau"] == result["tau"]
-    with pytest.raises(UsageError, match="weights: decay -> dpace"):
-        train(replace(order, recipe=replace(RECIPE, gamma=3.0)))
+    with pytest.raises(UsageError, match=r"weights: decay -> dpace \(--gamma paper is decay"):
+        train(replace(order, recipe=RECIPE))
+
+
+@pytest.mark.parametrize("weights", ["dpace", "decay"])
+def test_the_loss_has_the_weights_of_the_recipe(weights, order, monkeypatch):
+    given, real = [], step.cross_entropy
+
+    def watched(logits, labels, soft, reweighed):
+        given.append(reweighed)
+        return real(logits, labels, soft, reweighed)
+
+    monkeypatch.setattr(step, "cross_entropy", watched)
+    train(replace(order, recipe=replace(RECIPE, steps=1, weights=weights)))
+    assert given
+    for reweighed in given:
+        if weights == "dpace":
+            assert reweighed is dpace_weights
+        else:
+            assert reweighed(None, given) is given  # as they are
+
+
+def test_gradients_become_those_of_the_mean_and_are_clipped_by_their_norm():
+    grads = {"a": mx.array([30.0, 0.0]), "b": {"c": mx.array([40.0])}}
+    (small,), (large,) = (
+        [np.array([*g["a"], *g["b"]["c"]])] for g in (clipped(grads, w, 1.0) for w in (100.0, 10.0))
+    )
+    assert np.allclose(small, [0.3, 0, 0.4], rtol=1e-6)  # a norm of 0.5 stays
+    assert np.allclose(large, [0.6, 0, 0.8], rtol=1e-5)  # one of 5 becomes 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float32", mx.float32), ("float16", mx.bfloat16), ("bfloat16", mx.bfloat16)],
+)
+def test_the_drafter_is_replayed_in_the_type_it_has_in_generation(
+    dtype, expected, order, monkeypatch
+):
+    seen, real = [], trainer.as_drafter
+
+    def watched(config, parameters, target, dtype):
+        seen.append(dtype)
+        return real(config, parameters, target, dtype)
+
+    monkeypatch.setattr(trainer, "as_drafter", watched)
+    train(replace(order, dtype=dtype, recipe=replace(RECIPE, steps=1)))
+    assert set(seen) == {expected}
+    engine = dflash_mlx.load(order.target, draft=str(order.out), dtype=dtype)
+    assert engine.drafter.model.norm.weight.dtype == expected
+
+
+def test_run_json_keeps_what_earlier_parts_of_the_run_ran_on(order):
+    train(order)
+    file = order.out / "run.json"
+    now = read_json(file)
+    assert now["earlier"] == []
+    other = {"versions": {"mlx": "0.0"}, "machine": "m", "blas": "b", "device": "d"}
+    said = []
+    for known in ({**now, **other}, None):
+        if known:
+            file.write_text(json.dumps(known))
+        train(order, run.Voice(say=said.append))
+        assert read_json(file)["earlier"] == [other]
+        assert read_json(file)["versions"] == now["versions"]
+    assert sum("ran elsewhere" in sentence for sentence in said) == 2
 
 
 def expected_rates(steps: int) -> np.ndarray:
@@ -126,7 +191,7 @@ def test_every_step_has_its_rate_and_clipped_gradients(order, monkeypatch):
         for (name, ours), (_, theirs) in zip(
             tree_flatten(self.parameters), tree_flatten(expected), strict=True
         ):
-            assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-9), name
+            assert mx.array_equal(ours, theirs), name
 
     monkeypatch.setattr(Trainer, "_apply", watched)
     recipe = replace(RECIPE, steps=25, step_blocks=2, clip=1e-3, measure_every=1000)

@@ -55,6 +55,35 @@ def test_data_may_begin_at_any_byte(odd, tmp_path):
     assert np.array_equal(np.array(Shard(file).read("x")), array)
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc")
+def test_shards_keep_no_file_open(tmp_path):
+    """A corpus may have more shards than a process may have files."""
+    save_file({"x": numbers((4, 3), np.float32)}, tmp_path / "x.safetensors")
+    before = open_files()
+    shards = [Shard(tmp_path / "x.safetensors") for _ in range(20)]
+    arrays = [shard.read("x") for shard in shards]
+    mx.eval(arrays)
+    assert open_files() == before
+
+
+def test_a_shard_that_is_gone_or_shorter_is_told_when_it_is_read(tmp_path):
+    file = tmp_path / "x.safetensors"
+    save_file({"x": numbers((4, 3), np.float32)}, file)
+    shard = Shard(file)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"x\.safetensors are damaged"):
+        shard.read("x")
+    file.unlink()
+    for reading in (lambda: shard.read("x"), lambda: Shard(file)):
+        with pytest.raises(CheckpointError, match=r"cannot be read \(No such file") as told:
+            reading()
+        assert "delete" not in str(told.value)
+
+
 def broken(content: bytes, what: str) -> bytes:
     size = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]

@@ -83,6 +83,48 @@ def test_labels_that_a_shard_lacks_are_told(target, tmp_path):
         FeatureCache(tmp_path, spec).read(TRAINED[0])
 
 
+def test_features_that_float16_cannot_hold_are_refused(tmp_path):
+    target = tiny_target("llama")
+    target.model.embed_tokens.weight = target.model.embed_tokens.weight * 1e7
+    cache = FeatureCache(tmp_path, FeatureSpec("t", (1, 2), 0, "float16"))
+    with pytest.raises(UsageError, match="--cache-dtype bfloat16"):
+        cache.add(target, TRAINED)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_features_go_on_behind_the_last_whole_shard(target, tmp_path, monkeypatch):
+    made, real = [], features.compute
+
+    def counted(target, spec, texts):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append([text.name for text in texts])
+        return real(target, spec, texts)
+
+    monkeypatch.setattr(features, "SHARD_TEXTS", 1)
+    monkeypatch.setattr(features, "compute", counted)
+    spec = FeatureSpec("t", (1, 2), 0, "bfloat16")
+    with pytest.raises(KeyboardInterrupt):
+        FeatureCache(tmp_path, spec).add(target, TRAINED)
+    monkeypatch.setattr(
+        features, "compute", lambda *given: made.append([given[2][0].name]) or real(*given)
+    )
+    cache = FeatureCache(tmp_path, spec)
+    cache.add(target, TRAINED)
+    names = sorted(name for part in made for name in part)
+    assert names == [text.name for text in TRAINED]  # none twice
+    assert all(text in cache for text in TRAINED)
+
+
+def test_an_id_of_two_texts_is_refused(tmp_path):
+    first = write_answers(tmp_path / "a.jsonl", TRAINED[:2])
+    same = write_answers(tmp_path / "b.jsonl", TRAINED[1:3])
+    assert [text.name for text in read_answers([first, same], 96)] == ["a0", "a1", "a2"]
+    other = write_answers(tmp_path / "c.jsonl", [replace(TRAINED[0], answer_ids=(9, 9, 9))])
+    with pytest.raises(UsageError, match=r"c\.jsonl:1: the id a0 is another text's"):
+        read_answers([first, other], 96)
+
+
 def test_features_of_one_kind_share_their_cache(target, tmp_path):
     spec = FeatureSpec("t", (1, 2), 0, "float32")
     both = [(spec, TRAINED), (spec, HELD)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -270,16 +271,21 @@ def _windows(given: str | None) -> int | tuple[int | None, ...] | None:
 
 
 class _Stages:
-    """A line for each tenth of a stage, so that a log stays short."""
+    """A line for each tenth of a stage, so that a log stays short, with the time left."""
 
     def __init__(self) -> None:
         self._shown: dict[str, int] = {}
+        self._began: dict[str, tuple[float, int]] = {}
 
     def show(self, name: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        began, first = self._began.setdefault(name, (now, done))
         tenth = 10 * done // max(1, total)
         if self._shown.get(name) != tenth:
             self._shown[name] = tenth
-            console.say(f"{name}: {done} of {total}")
+            known = first < done < total
+            left = (now - began) * (total - done) / (done - first) if known else 0
+            console.say(f"{name}: {done} of {total}" + (f", {_clock(left)} left" if known else ""))
 
 
 def _show(report: Report) -> None:

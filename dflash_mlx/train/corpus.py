@@ -78,7 +78,8 @@ class Text:
 def read_answers(files: Iterable[Path], vocab_size: int) -> list[Text]:
     """Texts of JSONL files with `prompt_ids` and `answer_ids` (and `id`) a line, .gz or not.
 
-    UsageError names file and line of what is malformed. A name that occurs twice is taken once.
+    UsageError names file and line of what is malformed, or of another text by a name that was there
+    before; the same text is taken once.
     """
     texts: dict[str, Text] = {}
     for file in files:
@@ -89,7 +90,12 @@ def read_answers(files: Iterable[Path], vocab_size: int) -> list[Text]:
                 _ids(row, "answer_ids", vocab_size, file, number),
                 set_of(file),
             )
-            texts.setdefault(text.name, text)
+            known = texts.setdefault(text.name, text)
+            if (known.prompt_ids, known.answer_ids) != (text.prompt_ids, text.answer_ids):
+                raise UsageError(
+                    f"{file}:{number}: the id {text.name} is another text's before; give each text "
+                    "an id of its own, or none."
+                )
     return list(texts.values())
 
 

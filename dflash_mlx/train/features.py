@@ -14,6 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
 from dflash_mlx.segment import Segment, packed, spans
@@ -69,6 +70,11 @@ def compute(target: Target, spec: FeatureSpec, texts: Sequence[Text]) -> list[Se
         assert features is not None
         for text, (start, stop) in zip(batch, spans(segments), strict=True):
             rows = features[0, start:stop].astype(DTYPES[spec.dtype])
+            if spec.dtype == "float16" and not mx.isfinite(rows).all():
+                raise UsageError(
+                    "Hidden states of this target are too large for float16; give --cache-dtype "
+                    "bfloat16, or --dtype bfloat16 for a target in float16."
+                )
             # Row p - 1 gives the distribution of the token at p.
             first = start + len(text.prompt_ids) - 1
             ids, logprobs = _most_likely(target, hidden[0, first : stop - 1], spec.top_k)

@@ -1,4 +1,4 @@
-"""Every setting of a training run, checked, with the recipe of the DFlash paper as defaults."""
+"""Every setting of a training run, checked; defaults are the DFlash paper's but for the weights."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{name} is {value}; give a number above 0.")
+        if self.gamma is not None and self.weights != "decay":
+            raise UsageError('gamma is of weights="decay"; give both, or none.')
         if self.weights not in _WEIGHTS:
             raise UsageError(f"weights is {self.weights!r}; give one of {', '.join(_WEIGHTS)}.")
         if self.dtype not in _DTYPES:
@@ -76,7 +78,12 @@ class Recipe:
         ours = self.as_json()
         stored = {"weights": "decay", **stored}  # the only ones that earlier versions had
         names = [field.name for field in fields(self) if field.name != "pass_blocks"]
-        return [f"{n}: {stored.get(n)} -> {ours[n]}" for n in names if stored.get(n) != ours[n]]
+        hints = {"weights": " (--gamma paper is decay, without --gamma it is dpace)"}
+        return [
+            f"{n}: {stored.get(n)} -> {ours[n]}{hints.get(n, '')}"
+            for n in names
+            if stored.get(n) != ours[n]
+        ]
 
 
 _LEAST = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.start import Start
 from dflash_mlx.train.trainer import Task
+
+#: what rounding depends on
+_PLACE = ("versions", "machine", "blas", "device")
 
 
 def described_run(
@@ -61,6 +65,20 @@ def described_run(
         "trained": _described(task.trained),
         "held_out": _described(task.held_out),
     }
+
+
+def earlier_parts(file: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """What parts of the run before this one ran on, from its run.json, where it was another place.
+
+    run: what is known of this part. Arithmetic may differ between versions, BLAS and machines.
+    """
+    try:
+        stored = json.loads(file.read_text("utf-8"))
+        before = list(stored.get("earlier") or [])
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []  # it is written anew, and nothing else depends on it
+    place, ours = ({key: r.get(key) for key in _PLACE} for r in (stored, run))
+    return before if place == ours else [*before, place]
 
 
 def _drafter(config: DFlashConfig) -> dict[str, Any]:

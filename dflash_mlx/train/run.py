@@ -41,7 +41,7 @@ from dflash_mlx.train.naming import hash_of, target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.record import described_run
+from dflash_mlx.train.record import described_run, earlier_parts
 from dflash_mlx.train.shape import drafter_config, mask_token, second_parts, with_windows
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
@@ -103,6 +103,9 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
     # Behind the trainer, which refuses another run's folder: that one's files stay as they are.
     save_token_order(order.out, trained)
     run = described_run(order, engine, task, recipe, start)
+    run["earlier"] = earlier_parts(order.out / "run.json", run) if trainer.resumed else []
+    if run["earlier"]:
+        voice.say("Parts of this run ran elsewhere (run.json, earlier): sums may round otherwise.")
     write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
     progress = trainer.run()
     result = {

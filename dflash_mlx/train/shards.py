@@ -21,32 +21,41 @@ _TYPES = {
     "F32": (np.float32, mx.float32),
     "I32": (np.int32, mx.int32),
 }
+_LENGTH = 8  # bytes of the number in front: the header's length
 
 
 def damaged(file: Path, why: object) -> CheckpointError:
-    """What to tell of a shard that cannot be used."""
+    """What to tell of a shard whose content cannot be used."""
     return CheckpointError(
         f"The cached features in {file} are damaged ({why}); delete that file and start again."
     )
 
 
 class Shard:
-    """One file. Its arrays are checked against its size now, and read when they are asked for."""
+    """One file, checked against its header now; its arrays are mapped when they are asked for.
+
+    Nothing stays open: a corpus may have more shards than a process may have files.
+    """
 
     def __init__(self, file: Path) -> None:
-        """CheckpointError when the file is cut short or is no safetensors file."""
+        """CheckpointError when the file cannot be read, is cut short or is no safetensors file."""
         self.file = file
         try:
-            self._bytes = np.memmap(file, np.uint8, "r")
-            size = int(self._bytes[:8].view(np.uint64)[0])
-            header = json.loads(self._bytes[8 : 8 + size].tobytes())
-            self._data = self._bytes[8 + size :]
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(_LENGTH), "little")
+                if not 0 < length <= size - _LENGTH:
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
+                header = json.loads(stream.read(length))
+            self._start = _LENGTH + length
             self._entries = {k: v for k, v in header.items() if k != "__metadata__"}
-            ends = [self._check(name) for name in self._entries]
-        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            end = max((self._check(name) for name in self._entries), default=0)
+            if self._start + end != size:
+                raise ValueError(f"{size - self._start} bytes of data, not {end}")
+        except OSError as error:
+            raise _unreadable(file, error) from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(file, error) from None
-        if max(ends, default=0) != len(self._data):
-            raise damaged(file, f"{len(self._data)} bytes of data, not {max(ends, default=0)}")
 
     def _check(self, name: str) -> int:
         """Where an array ends; ValueError when its bytes are not those of its shape."""
@@ -62,10 +71,27 @@ class Shard:
         return list(self._entries)
 
     def read(self, name: str) -> mx.array:
-        """One array, copied out of the map; KeyError when it is not there."""
+        """One array, copied out of the map; KeyError when it is not there.
+
+        CheckpointError when the file is gone or has become shorter.
+        """
         entry = self._entries[name]
-        start, stop = entry["data_offsets"]
         bits, dtype = _TYPES[entry["dtype"]]
-        mapped = self._data[start:stop].view(bits).reshape(entry["shape"])
+        shape = tuple(entry["shape"])
+        if 0 in shape:
+            return mx.zeros(shape, dtype)
+        offset = self._start + entry["data_offsets"][0]
+        try:
+            mapped = np.memmap(self.file, bits, "r", offset, shape)
+        except OSError as error:
+            raise _unreadable(self.file, error) from None
+        except ValueError as error:
+            raise damaged(self.file, error) from None
+        # Data may begin at any byte; MLX takes whole numbers.
         array = mx.array(mapped if mapped.flags.aligned else mapped.copy())
         return array if array.dtype == dtype else array.view(dtype)
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    """The file may be whole: nothing is to be deleted."""
+    return CheckpointError(f"The cached features in {file} cannot be read ({error.strerror}).")

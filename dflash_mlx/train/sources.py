@@ -10,6 +10,7 @@ from dflash_mlx.errors import UsageError
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import FeatureCache, FeatureSpec, Seen, bytes_a_token, compute
+from dflash_mlx.train.memory import explained
 from dflash_mlx.train.wording import counted, shown_bytes
 
 
@@ -32,7 +33,8 @@ class Online:
 
     def read_all(self, texts: Sequence[Text]) -> list[Seen]:
         """In the order of `texts`, from as few passes of the target as their lengths allow."""
-        return compute(self.target, self.spec, texts)
+        with explained("Computing features", "--max-length"):
+            return compute(self.target, self.spec, texts)
 
 
 def offline(

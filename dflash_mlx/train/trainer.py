@@ -16,6 +16,7 @@ from mlx.utils import tree_map, tree_unflatten
 
 from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.draft.packagings import official_config
+from dflash_mlx.drafting import dtype_beside
 from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
@@ -322,9 +323,10 @@ class Trainer:
 
     def _replayed(self) -> dict[str, Replay]:
         task = self.task
-        drafter = as_drafter(task.config, self.parameters, task.target, task.target.dtype)
+        drafter = as_drafter(task.config, self.parameters, task.target, dtype_beside(task.target))
         known = [(t, task.held_features.read_all([t])[0].features) for t in task.held_out]
-        return replay_sets(drafter, known, task.end_ids)
+        with explained("Measuring", f"--max-length (now {self.recipe.max_length})"):
+            return replay_sets(drafter, known, task.end_ids)
 
     def _summary(self, tau: float | None) -> Report:
         progress = self.progress
