@@ -125,6 +125,31 @@ def test_a_signal_that_ends_a_program_leaves_a_state(order, whole, number, monke
     assert same(order.out, whole)
 
 
+@pytest.mark.parametrize("kind", ["DFlash 2", "bfloat16", "soft, online"])
+def test_other_kinds_of_runs_go_on_bit_for_bit(kind, order, tmp_path, monkeypatch):
+    asked = {
+        "DFlash 2": replace(order, shape=Shape(layers=1, taps=2, selector_rank=4)),
+        "bfloat16": replace(order, recipe=replace(RECIPE, dtype="bfloat16")),
+        "soft, online": replace(order, recipe=replace(RECIPE, soft=0.5), online=True),
+    }[kind]
+    train(asked)
+    count = trainer.Trainer._count
+
+    def counting(self, result):
+        count(self, result)
+        if self.progress.step == 3:
+            raise KeyboardInterrupt
+
+    stopped = replace(asked, out=tmp_path / "stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_count", counting)
+        with pytest.raises(KeyboardInterrupt):
+            train(stopped)
+    assert state_of(stopped.out)[1].step == 3
+    train(stopped)
+    assert same(stopped.out, asked.out)
+
+
 def test_a_signal_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,0 +1,105 @@
+"""Options of `dflash-mlx train` reach the order they stand for, and its end its exit code."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx.cli import main
+from dflash_mlx.train import run
+from dflash_mlx.train.interrupt import Ended
+from dflash_mlx.train.order import Order
+
+
+def ordered(monkeypatch, tmp_path: Path, *options: str) -> Order:
+    asked: list[Order] = []
+    monkeypatch.setattr(run, "train", lambda order, voice: asked.append(order) or {})
+    with pytest.raises(SystemExit) as end:
+        main(["train", "target", "--out", str(tmp_path), "--answers", "a.jsonl", *options])
+    assert not end.value.code
+    return asked[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (["--temp", "0.7"], "temperature", 0.7),
+        (["--max-answer", "77"], "max_answer", 77),
+        (["--slots", "5"], "slots", 5),
+        (["--online"], "online", True),
+        (["--cache-limit", "1.5"], "cache_limit_gb", 1.5),
+        (["--cache-dtype", "float16"], "cache_dtype", "float16"),
+        (["--memory", "3"], "memory_gb", 3.0),
+        (["--until", "features", "--prompts", "p.jsonl"], "until", "features"),
+        (["--init", "org/drafter"], "init", "org/drafter"),
+        (["--dtype", "bfloat16"], "dtype", "bfloat16"),
+        (["--revision", "v2"], "revision", "v2"),
+        (["--answers", "b.jsonl"], "answers", [Path("a.jsonl"), Path("b.jsonl")]),
+    ],
+)
+def test_what_is_asked_for_is_ordered(options, name, value, monkeypatch, tmp_path):
+    assert getattr(ordered(monkeypatch, tmp_path, *options), name) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (["--windows", "512"], "windows", 512),
+        (["--windows", "512,all"], "windows", (512, None)),
+        (["--windows", "all"], "windows", (None,)),
+        (["--taps", "3"], "taps", 3),
+        (["--taps", "1,8,15"], "taps", (1, 8, 15)),
+        (["--layers", "3"], "layers", 3),
+        (["--causal"], "causal", True),
+        (["--bidirectional"], "causal", False),
+        (["--selector-rank", "32"], "selector_rank", 32),
+        (["--mask-token", "9"], "mask_token_id", 9),
+    ],
+)
+def test_the_shape_asked_for_is_ordered(options, name, value, monkeypatch, tmp_path):
+    assert getattr(ordered(monkeypatch, tmp_path, *options).shape, name) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (["--soft", "0.3"], "soft", 0.3),
+        (["--lr", "0.002"], "learning_rate", 0.002),
+        (["--steps", "12"], "steps", 12),
+        (["--epochs", "2"], "epochs", 2),
+        (["--anchors", "9"], "anchors", 9),
+        (["--step-blocks", "8"], "step_blocks", 8),
+        (["--pass-blocks", "4"], "pass_blocks", 4),
+        (["--max-length", "99"], "max_length", 99),
+        (["--held-out", "7"], "held_out", 7),
+        (["--measure-every", "5"], "measure_every", 5),
+        (["--seed", "3"], "seed", 3),
+        (["--train-dtype", "bfloat16"], "dtype", "bfloat16"),
+        (["--block-size", "8"], "block_size", 8),
+    ],
+)
+def test_the_recipe_asked_for_is_ordered(options, name, value, monkeypatch, tmp_path):
+    assert getattr(ordered(monkeypatch, tmp_path, *options).recipe, name) == value
+
+
+@pytest.mark.parametrize(
+    ("stopped", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (Ended(signal.SIGTERM), 143),
+        (Ended(signal.SIGHUP), 129),
+    ],
+)
+def test_a_stopped_run_ends_with_the_code_of_its_signal(
+    stopped, code, monkeypatch, tmp_path, capsys
+):
+    def ends(order, voice):
+        raise stopped
+
+    monkeypatch.setattr(run, "train", ends)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "target", "--out", str(tmp_path), "--answers", "a.jsonl"])
+    assert end.value.code == code
+    assert "The same command goes on from what has been stored." in capsys.readouterr().err
