@@ -201,7 +201,7 @@ def _chosen(model: DFlashModel, rows: mx.array, logits: mx.array, anchors: np.nd
 
 
 def variants(taps: tuple[int, ...]) -> list[Variant]:
-    """The paper's comparisons, and those this trainer's defaults rest on."""
+    """The paper's comparisons from its recipe on, and others' tricks."""
     three = (taps[0], taps[len(taps) // 2], taps[-1])
     return [
         Variant("base: 2 layers, 5 taps, block 8"),

@@ -23,6 +23,8 @@ from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.corpus import Text, read_answers
 from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.naming import target_name
+from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.replay import joined, replay_sets
 from dflash_mlx.train.sources import offline
@@ -59,6 +61,10 @@ def say(*words: object) -> None:
     print(*words, file=sys.stderr, flush=True)
 
 
+def name_of(options: argparse.Namespace, engine: dflash_mlx.Engine) -> str:
+    return target_name(Order(options.model, options.work), engine)
+
+
 def answers(options: argparse.Namespace, engine: dflash_mlx.Engine) -> list[Text]:
     if options.answers:
         sets: dict[str, list[Text]] = {}
@@ -69,7 +75,7 @@ def answers(options: argparse.Namespace, engine: dflash_mlx.Engine) -> list[Text
     for file in options.prompts:
         first = read_prompts([file])[: options.prompts_each]
         prompts += [replace(prompt, further=()) for prompt in first]
-    settings = AnswerSettings(engine.model, 0.0, options.max_tokens, 0)
+    settings = AnswerSettings(name_of(options, engine), 0.0, options.max_tokens, 0)
     done = answer_prompts(
         engine.target,
         engine.tokenizer,
@@ -95,7 +101,9 @@ def main(given: list[str] | None = None) -> int:
         if drafter is None:
             say(f"No drafter for {engine.model}: {engine.reason}")
             return 1
-        kind = FeatureSpec(engine.model, drafter.taps, 0, dtype_name(target.dtype))
+        # Bound to the target's weights, as in training: a model changed in place is another one.
+        name = name_of(options, engine)
+        kind = FeatureSpec(name, drafter.taps, 0, dtype_name(target.dtype))
         (source,) = offline(
             options.work / "features",
             [(kind, texts)],

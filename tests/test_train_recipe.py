@@ -49,7 +49,9 @@ def order(given, tmp_path):
     return Order(given[0], tmp_path / "out", RECIPE, Shape(layers=1, taps=2), answers=[given[2]])
 
 
-def test_the_papers_recipe_is_what_a_bare_command_asks_for(monkeypatch, tmp_path, capsys):
+def test_a_bare_command_asks_for_the_papers_recipe_with_dpace_weights(
+    monkeypatch, tmp_path, capsys
+):
     asked = []
     monkeypatch.setattr(run, "train", lambda order, voice: asked.append(order) or {})
     with pytest.raises(SystemExit):

@@ -72,7 +72,7 @@ Taps = Annotated[
 Windows = Annotated[
     str | None,
     option(
-        "Positions a layer of the drafter sees, or a list for its layers, as 512,512,all.",
+        "Positions that layers of the drafter see: a number, all, or a list, as 512,512,all.",
         "--windows",
         metavar="N|LIST",
     ),
@@ -112,7 +112,10 @@ Memory = Annotated[
 Seed = Annotated[int, option("Of data order, answers and first weights.", "--seed")]
 Dtype = Annotated[str, option("Of the target.", "--dtype", metavar="auto|bfloat16|float16|float32")]
 TrainDtype = Annotated[
-    str | None, option("Of the drafter's passes.", "--train-dtype", metavar="float32|bfloat16")
+    str | None,
+    option(
+        "Of the drafter's passes; float32 without it.", "--train-dtype", metavar="float32|bfloat16"
+    ),
 ]
 Revision = Annotated[
     str | None, option("Commit, tag or branch of the target's hub repo.", "--revision")
