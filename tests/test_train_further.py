@@ -21,6 +21,7 @@ from dflash_mlx.draft.packagings import official_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import load_target
 from dflash_mlx.train.checkpoint import load_state, save_state
+from dflash_mlx.train.corpus import read_answers, split
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import train
@@ -169,6 +170,19 @@ def test_a_drafter_may_see_another_window(kind, windows, seen, order, tmp_path):
     assert {k: v for k, v in stored.items() if k not in other} == {
         k: v for k, v in known.items() if k not in other
     }
+
+
+@pytest.mark.parametrize("known", [6, 300])
+def test_a_drafter_for_longer_texts_says_so(known, order, tmp_path):
+    config = {**KINDS["nested"](), **FITTING, "max_position_embeddings": known}
+    config = {key: value for key, value in config.items() if value is not None}
+    init = packagings.save(tmp_path / "init", config, packagings.official_weights())
+    train(replace(order, init=str(init), out=tmp_path / "out"))
+    trained, _ = split(read_answers(order.answers, 288), RECIPE.held_out)
+    longest = max(text.length for text in trained)
+    assert 6 < longest < 300
+    config = read_json(tmp_path / "out" / "config.json")
+    assert config["max_position_embeddings"] == max(known, longest)
 
 
 def test_windows_that_would_change_the_order_in_a_block_are_refused():

@@ -84,6 +84,9 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         if order.until == "answers":
             return _stage(order, engine, texts, work / "answers.jsonl")
         trained, held = _divided(order, engine, texts, voice)
+        # Other programs cut texts there, so a drafter adapted to longer ones says so.
+        longest = max(text.length for text in trained)
+        stored = stored | {"max_position_embeddings": max(config.max_position_embeddings, longest)}
         streams = order.streams or _streams()
         # Before hours may go into features.
         recipe = _within_memory(order, engine.target, config, trained, start, streams, voice)
