@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from pathlib import Path
 
 import pytest
 
-from dflash_mlx.cli import main
+from dflash_mlx.cli import console, main
 from dflash_mlx.train import run
 from dflash_mlx.train.interrupt import Ended
 from dflash_mlx.train.order import Order
@@ -84,6 +85,7 @@ def test_the_recipe_asked_for_is_ordered(options, name, value, monkeypatch, tmp_
     assert getattr(ordered(monkeypatch, tmp_path, *options).recipe, name) == value
 
 
+@pytest.mark.parametrize("terminal_gone", [False, True])
 @pytest.mark.parametrize(
     ("stopped", "code"),
     [
@@ -93,13 +95,19 @@ def test_the_recipe_asked_for_is_ordered(options, name, value, monkeypatch, tmp_
     ],
 )
 def test_a_stopped_run_ends_with_the_code_of_its_signal(
-    stopped, code, monkeypatch, tmp_path, capsys
+    stopped, code, terminal_gone, monkeypatch, tmp_path, capsys
 ):
+    def gone(text):
+        raise OSError(errno.EIO, "Input/output error")
+
     def ends(order, voice):
         raise stopped
 
     monkeypatch.setattr(run, "train", ends)
+    if terminal_gone:
+        monkeypatch.setattr(console, "say", gone)
     with pytest.raises(SystemExit) as end:
         main(["train", "target", "--out", str(tmp_path), "--answers", "a.jsonl"])
     assert end.value.code == code
-    assert "The same command goes on from what has been stored." in capsys.readouterr().err
+    told = "The same command goes on from what has been stored." in capsys.readouterr().err
+    assert told != terminal_gone

@@ -338,7 +338,9 @@ def test_impossible_orders_are_refused(order, changes):
         replace(order, **changes)
 
 
-@pytest.mark.parametrize("values", [{"layers": 0}, {"windows": 0}, {"selector_rank": 0}])
+@pytest.mark.parametrize(
+    "values", [{"layers": 0}, {"windows": 0}, {"windows": 2**31}, {"selector_rank": 0}]
+)
 def test_impossible_shapes_are_refused(values):
     with pytest.raises(UsageError):
         Shape(**values)

@@ -77,6 +77,9 @@ def test_a_shard_that_is_gone_or_shorter_is_told_when_it_is_read(tmp_path):
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"x\.safetensors are damaged"):
         shard.read("x")
+    save_file({"y": numbers((9, 3), np.float32), "x": numbers((4, 3), np.float32)}, file)
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        shard.read("x")
     file.unlink()
     for reading in (lambda: shard.read("x"), lambda: Shard(file)):
         with pytest.raises(CheckpointError, match=r"cannot be read \(No such file") as told:
@@ -91,6 +94,8 @@ def broken(content: bytes, what: str) -> bytes:
         header["x"]["shape"] = [99, 3]
     if what == "offsets":
         header["x"]["data_offsets"] = [-8, 40]
+    if what in HOSTILE:
+        header["x"]["shape"], header["x"]["data_offsets"] = HOSTILE[what]
     if what == "type":
         header["x"]["dtype"] = "F8_E4M3"
     if what == "list":
@@ -107,10 +112,20 @@ def broken(content: bytes, what: str) -> bytes:
     }.get(what, whole)
 
 
+#: shapes and offsets that Python's JSON reads and no array has
+HOSTILE = {
+    "offsets with points": ([4, 3], [0.0, 48.0]),
+    "a shape with points": ([4.0, 3.0], [0, 48]),
+    "infinite": ([float("inf")], [0, float("inf")]),
+    "huge": ([10**400, 1.5], [0, 48]),
+    "empty and huge": ([0, 10**40], [0, 0]),
+    "true": ([True, 12], [0, 48]),
+    "negative": ([-4, -3], [0, 48]),
+}
 KINDS = ("empty", "short", "cut in the header", "cut in the data", "longer", "noise")
 
 
-@pytest.mark.parametrize("what", [*KINDS, "entry", "offsets", "type", "list"])
+@pytest.mark.parametrize("what", [*KINDS, *HOSTILE, "entry", "offsets", "type", "list"])
 def test_damage_is_told_with_the_file(what, tmp_path):
     file = Path(tmp_path / "features-1.safetensors")
     save_file({"x": numbers((4, 3), np.float32)}, file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -183,7 +184,8 @@ def train(
         with stopped_by_signals():
             result = carry_out(_order(options), Voice(console.say, _Stages().show, _show))
     except KeyboardInterrupt as stopped:
-        console.say("Stopped. The same command goes on from what has been stored.")
+        with suppress(OSError):  # the terminal may be what went away
+            console.say("Stopped. The same command goes on from what has been stored.")
         raise typer.Exit(exit_code(stopped)) from None
     if as_json:
         print(json.dumps(result, ensure_ascii=False))

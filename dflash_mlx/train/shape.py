@@ -50,8 +50,8 @@ class Shape:
             "selector_rank": [self.selector_rank],
         }.items():
             for value in values:
-                if value is not None and value < 1:
-                    raise UsageError(f"{name} is {value}; give at least 1.")
+                if value is not None and not 1 <= value < 2**31:
+                    raise UsageError(f"{name} is {value}; give at least 1 and less than 2^31.")
 
 
 def layer_windows(shape: Shape, layers: int) -> tuple[int | None, ...]:

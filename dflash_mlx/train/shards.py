@@ -41,7 +41,8 @@ class Shard:
         """CheckpointError when the file cannot be read, is cut short or is no safetensors file."""
         self.file = file
         try:
-            size = file.stat().st_size
+            self._as_it_was = _state(file)
+            size = self._as_it_was[0]
             with file.open("rb") as stream:
                 length = int.from_bytes(stream.read(_LENGTH), "little")
                 if not 0 < length <= size - _LENGTH:
@@ -62,9 +63,12 @@ class Shard:
         entry = self._entries[name]
         start, stop = entry["data_offsets"]
         bits, _ = _TYPES[entry["dtype"]]
-        if not 0 <= start <= stop or stop - start != math.prod(entry["shape"]) * bits().itemsize:
+        numbers = [start, stop, *entry["shape"]]
+        if not all(type(n) is int and 0 <= n < 2**48 for n in numbers):
+            raise ValueError(f"{name} has the offsets {start}, {stop} and shape {entry['shape']}")
+        if stop - start != math.prod(entry["shape"]) * bits().itemsize:
             raise ValueError(f"{name} has {stop - start} bytes for the shape {entry['shape']}")
-        return int(stop)
+        return stop
 
     def names(self) -> list[str]:
         """Of all arrays."""
@@ -78,10 +82,12 @@ class Shard:
         entry = self._entries[name]
         bits, dtype = _TYPES[entry["dtype"]]
         shape = tuple(entry["shape"])
-        if 0 in shape:
-            return mx.zeros(shape, dtype)
         offset = self._start + entry["data_offsets"][0]
         try:
+            if _state(self.file) != self._as_it_was:
+                raise ValueError("it was changed while it was in use")
+            if 0 in shape:  # numpy maps no empty array
+                return mx.zeros(shape, dtype)
             mapped = np.memmap(self.file, bits, "r", offset, shape)
         except OSError as error:
             raise _unreadable(self.file, error) from None
@@ -90,6 +96,11 @@ class Shard:
         # Data may begin at any byte; MLX takes whole numbers.
         array = mx.array(mapped if mapped.flags.aligned else mapped.copy())
         return array if array.dtype == dtype else array.view(dtype)
+
+
+def _state(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
