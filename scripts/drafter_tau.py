@@ -61,11 +61,7 @@ def say(*words: object) -> None:
     print(*words, file=sys.stderr, flush=True)
 
 
-def name_of(options: argparse.Namespace, engine: dflash_mlx.Engine) -> str:
-    return target_name(Order(options.model, options.work), engine)
-
-
-def answers(options: argparse.Namespace, engine: dflash_mlx.Engine) -> list[Text]:
+def answers(options: argparse.Namespace, engine: dflash_mlx.Engine, name: str) -> list[Text]:
     if options.answers:
         sets: dict[str, list[Text]] = {}
         for text in read_answers(options.answers, engine.target.vocab_size):
@@ -75,7 +71,7 @@ def answers(options: argparse.Namespace, engine: dflash_mlx.Engine) -> list[Text
     for file in options.prompts:
         first = read_prompts([file])[: options.prompts_each]
         prompts += [replace(prompt, further=()) for prompt in first]
-    settings = AnswerSettings(name_of(options, engine), 0.0, options.max_tokens, 0)
+    settings = AnswerSettings(name, 0.0, options.max_tokens, 0)
     done = answer_prompts(
         engine.target,
         engine.tokenizer,
@@ -92,7 +88,9 @@ def main(given: list[str] | None = None) -> int:
     options = arguments(given)
     options.work.mkdir(parents=True, exist_ok=True)
     engines = [dflash_mlx.load(options.model, draft=draft) for draft in options.draft or ["auto"]]
-    texts = answers(options, engines[0])
+    # Bound to the target's weights, as in training: a model changed in place is another one.
+    name = target_name(Order(options.model, options.work), engines[0])
+    texts = answers(options, engines[0], name)
     print(f"{engines[0].model}, {fast_blas.CHOICE.name}, greedy, {options.max_tokens} tokens\n")
     print("| drafter | set | prompts | tokens a cycle | cycles accepting 1, 2, ... drafts |")
     print("|---|---|---|---|---|")
@@ -101,8 +99,6 @@ def main(given: list[str] | None = None) -> int:
         if drafter is None:
             say(f"No drafter for {engine.model}: {engine.reason}")
             return 1
-        # Bound to the target's weights, as in training: a model changed in place is another one.
-        name = name_of(options, engine)
         kind = FeatureSpec(name, drafter.taps, 0, dtype_name(target.dtype))
         (source,) = offline(
             options.work / "features",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx.cli import console, main
+from dflash_mlx.cli import train as cli_train
 from dflash_mlx.train import run
 from dflash_mlx.train.interrupt import Ended
 from dflash_mlx.train.order import Order
@@ -83,6 +84,16 @@ def test_the_shape_asked_for_is_ordered(options, name, value, monkeypatch, tmp_p
 )
 def test_the_recipe_asked_for_is_ordered(options, name, value, monkeypatch, tmp_path):
     assert getattr(ordered(monkeypatch, tmp_path, *options).recipe, name) == value
+
+
+def test_a_stage_tells_how_long_it_will_take(monkeypatch):
+    said, clock = [], iter(range(0, 1000, 90))
+    monkeypatch.setattr(console, "say", said.append)
+    monkeypatch.setattr(cli_train.time, "monotonic", lambda: next(clock))
+    stages = cli_train._Stages()
+    for done in (2, 2, 5, 10):  # two were there before
+        stages.show("answers", done, 10)
+    assert said == ["answers: 2 of 10", "answers: 5 of 10, 0:05:00 left", "answers: 10 of 10"]
 
 
 @pytest.mark.parametrize("terminal_gone", [False, True])

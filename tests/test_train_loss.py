@@ -155,6 +155,11 @@ def test_the_targets_distribution_is_that_of_the_token_at_each_position(target, 
         assert np.allclose(features[0, -1], seen.features[alone.shape[0] - 1], atol=1e-4)
 
 
+def test_a_tiny_gamma_leaves_the_first_row(recwarn):
+    assert position_weights(4, 1e-320).tolist() == [1, 0, 0]
+    assert not recwarn.list
+
+
 def test_gamma_is_the_papers_for_its_block_sizes():
     assert [default_gamma(b) for b in (8, 10, 16)] == [4, 5, 7]
 

@@ -20,7 +20,7 @@ from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train import run, step, trainer
 from dflash_mlx.train.checkpoint import load_state, save_state
-from dflash_mlx.train.loss import dpace_weights
+from dflash_mlx.train.loss import dpace_weights, given_weights
 from dflash_mlx.train.naming import hash_of
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
@@ -110,12 +110,8 @@ def test_the_loss_has_the_weights_of_the_recipe(weights, order, monkeypatch):
 
     monkeypatch.setattr(step, "cross_entropy", watched)
     train(replace(order, recipe=replace(RECIPE, steps=1, weights=weights)))
-    assert given
-    for reweighed in given:
-        if weights == "dpace":
-            assert reweighed is dpace_weights
-        else:
-            assert reweighed(None, given) is given  # as they are
+    assert set(given) == {dpace_weights if weights == "dpace" else given_weights}
+    assert given_weights(None, given) is given
 
 
 def test_gradients_become_those_of_the_mean_and_are_clipped_by_their_norm():

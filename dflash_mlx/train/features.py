@@ -119,6 +119,8 @@ class FeatureCache:
     ) -> None:
         """Compute what is missing, shard by shard; each is complete on disk or not there."""
         missing = [text for text in {_key(t): t for t in texts}.values() if text not in self]
+        if not missing:
+            return
         each = bytes_a_token(self.spec, target.hidden_size)
         done = 0
         for full in packed(missing, lambda text: text.length * each, int(SHARD_BYTES)):

@@ -72,6 +72,5 @@ def offline(
             "Free some, put --work elsewhere, or use --online."
         )
     for cache, texts in zip(kinds, missing, strict=True):
-        if texts:
-            cache.add(target, texts, progress)
+        cache.add(target, texts, progress)
     return [Offline(cache) for cache in kinds]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.export import as_drafter, has_drafter, save_drafter
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.interrupt import uninterrupted
-from dflash_mlx.train.loss import HeadSubset, position_weights
+from dflash_mlx.train.loss import HeadSubset, dpace_weights, given_weights, position_weights
 from dflash_mlx.train.memory import explained
 from dflash_mlx.train.naming import same_target
 from dflash_mlx.train.recipe import Recipe
@@ -267,10 +267,8 @@ class Trainer:
     def _objective(self, head: HeadSubset) -> Objective:
         task, recipe = self.task, self.recipe
         dtype = DTYPES[recipe.dtype]
-        objective = Objective(self._model, task.config, task.target, head, recipe.soft, dtype)
-        if recipe.weights == "dpace":
-            return objective
-        return replace(objective, reweighed=lambda logprobs, labels: labels)
+        weights = dpace_weights if recipe.weights == "dpace" else given_weights
+        return Objective(self._model, task.config, task.target, head, recipe.soft, dtype, weights)
 
     def _head_of(self, epoch: int) -> HeadSubset:
         """Tokens of all trained texts, and others that are drawn anew every epoch."""
