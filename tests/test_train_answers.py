@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from oracle import plain_greedy
-from tiny import tiny_prompt, tiny_target
+from tiny import VARIANTS, tiny_prompt, tiny_target
 from tiny_engine import END, TEMPLATE, VOCAB, write_tokenizer
 
 from dflash_mlx.cache import KVCache, RecurrentCache
@@ -48,10 +48,7 @@ def run(target: Any, work: Iterable[Job], places: int, **options: Any) -> Answer
     return out
 
 
-# Windows of gpt_oss and gemma4 wrap; gemma4_shared borrows caches; qwen3_5 has states.
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gpt_oss", "qwen3_5", "gemma4_shared", "gemma4_unified"]
-)
+@pytest.mark.parametrize("family", VARIANTS)
 def test_greedy_answers_equal_those_made_alone(family: str) -> None:
     target = tiny_target(family)
     work = jobs(target.vocab_size, (4, 8, 2, 6))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_unflatten
 from tiny import tiny_target
 from tiny_drafter import drafter_config
+from tiny_training import own_texts, write_answers, write_target
 
+import dflash_mlx
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train.batches import Work
@@ -16,7 +21,10 @@ from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import Seen
 from dflash_mlx.train.loss import HeadSubset, position_weights
 from dflash_mlx.train.memory import Room, explained, fitted, pass_bytes
+from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.run import Voice, train
+from dflash_mlx.train.shape import Shape
 from dflash_mlx.train.start import new_model, random_start
 from dflash_mlx.train.step import Objective, Streams, build_pass, gradients
 
@@ -121,3 +129,29 @@ def test_what_ran_out_of_memory_names_the_option():
         raise RuntimeError("[malloc] Unable to allocate 100 bytes.")
     with pytest.raises(RuntimeError, match="shapes"), explained("Answering", "--slots"):
         raise RuntimeError("shapes do not fit")
+
+
+def test_a_run_stays_within_the_memory_it_was_given(tmp_path, no_picture):
+    """As many blocks a pass as asked for take more; what --memory leaves of them does not."""
+    target = str(write_target(tmp_path / "target", "llama"))
+    texts = own_texts(dflash_mlx.load(target, draft=None), 12, 60)
+    answers = [write_answers(tmp_path / "answers.jsonl", texts)]
+    recipe = Recipe(
+        block_size=8, steps=2, step_blocks=400, pass_blocks=400, held_out=0, negatives=8
+    )
+    order = Order(target, tmp_path / "free", recipe, Shape(layers=2, taps=2), answers=answers)
+    told: list[str] = []
+
+    def peak(order: Order) -> int:
+        gc.collect()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        train(order, Voice(told.append))
+        return mx.get_peak_memory()
+
+    free = peak(order)
+    assert not any("blocks a pass instead" in line for line in told)
+    limit = free / 2
+    bound = peak(replace(order, out=tmp_path / "bound", memory_gb=limit / 1e9))
+    assert any("blocks a pass instead of 400" in line for line in told)
+    assert bound <= limit

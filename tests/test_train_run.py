@@ -26,7 +26,7 @@ from dflash_mlx.train.corpus import read_answers, split
 from dflash_mlx.train.export import as_drafter
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.run import train
+from dflash_mlx.train.run import Voice, train
 from dflash_mlx.train.shape import Shape, second_parts
 from dflash_mlx.train.start import drafter_start
 from dflash_mlx.train.trainer import Trainer
@@ -116,8 +116,10 @@ def test_prompts_are_answered_and_trained_on(order, tmp_path):
     rows = [{"id": f"p{i}", "prompt": f"Question {i}?", "max": 9} for i in range(9)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = replace(order, answers=[], prompts=[prompts], slots=4)
-    result = train(asked)
+    told: list[str] = []
+    result = train(asked, Voice(told.append))
     assert result["trained_texts"] == 7
+    assert re.search(r"9 answers of \d+ tokens, [\d.]+ tokens/s, 4 at a time at most\.", str(told))
     made = [json.loads(line) for line in (order.out / "work" / "answers.jsonl").open()]
     texts = {row["id"]: row for row in made if "id" in row}
     engine = dflash_mlx.load(order.target, draft=None)

@@ -16,6 +16,7 @@ from dflash_mlx.train.conversation import Conversation
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.decoding import Decoder, Job, cache_bytes
 from dflash_mlx.train.prompts import Prompt
+from dflash_mlx.train.wording import shown_bytes
 
 #: called after every step: (answers there, answers in all, tokens a second of this run)
 Progress = Callable[[int, int, float], None]
@@ -160,7 +161,7 @@ def _fitting(target: Target, work: _Work, places: int, limit: int | None) -> int
     each = cache_bytes(target, longest)
     if each > limit:
         raise UsageError(
-            f"The caches of one sequence of {longest} tokens take {each / 1e9:.2f} GB, and "
-            f"{limit / 1e9:.2f} GB are free for them. Give more --memory, or less --max-answer."
+            f"The caches of one sequence of {longest} tokens take {shown_bytes(each)}, and "
+            f"{shown_bytes(limit)} are free for them. Give more --memory, or less --max-answer."
         )
     return min(wanted, limit // each)

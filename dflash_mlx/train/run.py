@@ -28,7 +28,7 @@ from dflash_mlx.loader import dtype_name, read_target_config
 from dflash_mlx.machine import memory_bytes
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.answer_file import AnswerSettings
-from dflash_mlx.train.answers import answer_prompts
+from dflash_mlx.train.answers import Answered, answer_prompts
 from dflash_mlx.train.batches import epoch_steps
 from dflash_mlx.train.card import model_card
 from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split, usable
@@ -46,7 +46,7 @@ from dflash_mlx.train.shape import drafter_config, mask_token, second_parts, wit
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
 from dflash_mlx.train.trainer import Report, Task, Trainer
-from dflash_mlx.train.wording import counted
+from dflash_mlx.train.wording import counted, shown_bytes
 
 #: of the machine's memory, what a run may take when nobody says how much
 _MEMORY_SHARE = 0.75
@@ -227,8 +227,17 @@ def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) ->
             )
         if answered.skipped:
             voice.say(f"Left out: {counted(answered.skipped, 'prompt')} too long for an answer.")
+        if answered.made:
+            voice.say(_answering(answered))
         return joined_texts(given, answered.texts)
     return given
+
+
+def _answering(answered: Answered) -> str:
+    return (
+        f"{counted(answered.made, 'answer')} of {counted(answered.tokens, 'token')}, "
+        f"{answered.tokens / answered.seconds:.1f} tokens/s, {answered.places} at a time at most."
+    )
 
 
 def _task(
@@ -321,7 +330,7 @@ def _within_memory(
     if fits.pass_blocks != recipe.pass_blocks:
         voice.say(
             f"{fits.pass_blocks} blocks a pass instead of {recipe.pass_blocks}, so that "
-            f"{limit_bytes / 1e9:.1f} GB suffice."
+            f"{shown_bytes(limit_bytes)} suffice."
         )
     return replace(recipe, pass_blocks=fits.pass_blocks)
 
