@@ -40,10 +40,18 @@ def fused_rows(
 ) -> mx.array:
     """Input fusion: the features right before the anchor are added to every row of the block.
 
-    The block's rows see only one another; nothing is injected into keys and values.
+    Nothing is injected into keys and values.
     """
     before = mx.concatenate([g.features[mx.array(g.anchors - 1)] for g in groups])
     x = embedded + model.fuse(before.astype(embedded.dtype)[None])[0][:, None]
+    return lone_rows(model, config, x, groups)
+
+
+def lone_rows(
+    model: DFlashModel, config: DFlashConfig, embedded: mx.array, groups: Sequence[BlockGroup]
+) -> mx.array:
+    """Without target features: the block's rows see one another and nothing else."""
+    x = embedded
     blocks, rows = x.shape[:2]
     for layer in model.layers:
         w, h = layer.self_attn, layer.input_layernorm(x)
@@ -63,19 +71,6 @@ def half_of_the_rows(logprobs: mx.array, labels: Labels) -> Labels:
     key = mx.random.key(int(labels.hard.sum()))  # another half in every pass, the same in a rerun
     chosen = mx.random.bernoulli(0.5, labels.weights.shape, key=key)
     return replace(labels, weights=labels.weights * chosen * 2)
-
-
-class Blind:
-    """Features of a target that tells nothing: zeros in place of its hidden states."""
-
-    def __init__(self, features: Any) -> None:
-        self.features = features
-
-    def read_all(self, texts: Sequence[Text]) -> list[Seen]:
-        return [
-            Seen(mx.zeros_like(seen.features), seen.ids, seen.logprobs)
-            for seen in self.features.read_all(texts)
-        ]
 
 
 class Chosen:
@@ -107,7 +102,6 @@ class Variant:
     rows: Rows = block_rows
     reweighed: Reweighed | None = None
     random: bool = False
-    blind: bool = False
     uniform: bool = False
     verified: int | None = None  # rows that a cycle verifies, when not as many as trained
 
@@ -205,7 +199,7 @@ def variants(taps: tuple[int, ...]) -> list[Variant]:
     three = (taps[0], taps[len(taps) // 2], taps[-1])
     return [
         Variant("base: 2 layers, 5 taps, block 8"),
-        Variant("without target features", blind=True),
+        Variant("without target features", rows=lone_rows),
         Variant("input fusion instead of K/V injection", rows=fused_rows),
         Variant("uniform blocks instead of random anchors", uniform=True),
         Variant("uniform weights instead of decay", recipe={"gamma": 1e6}),

@@ -145,8 +145,6 @@ class Comparison:
         features: list[Any] = list(self.features)
         if variant.taps:
             features = [ablate.Chosen(f, TAPS, variant.taps) for f in features]
-        if variant.blind:
-            features = [ablate.Blind(f) for f in features]
         ends = self.engine.tokenizer.end_ids
         return Task(self.target, ends, config, self.base, self.trained, self.held, *features, {})
 

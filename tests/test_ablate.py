@@ -66,7 +66,7 @@ def test_every_axis_of_the_paper_is_compared():
     assert base == plain
     # One thing at a time: none of the variants is the base, or another one, under a new name.
     assert len({str(replace(v, name="")) for v in found}) == len(found)
-    assert any(v.blind for v in found)
+    assert any(v.rows is ablate.lone_rows for v in found)
     assert any(v.rows is ablate.fused_rows for v in found)
     assert any(v.uniform for v in found)
     assert any(v.recipe.get("gamma", 0) > 1e3 for v in found)
@@ -119,3 +119,55 @@ def test_the_drafts_are_those_of_the_block_that_is_verified(trained, verified, t
         group = ablate.BlockGroup(seen.features[:anchor], np.array([anchor]))
         rows = block_rows(model, config, target.embed(ids), [group])[0, 1:verified]
         assert drafts[index] == mx.argmax(target.head(rows), axis=-1).tolist()
+
+
+def rows_of(variant_rows, target, folder, anchors, features):
+    """[N, b, H] of blocks at `anchors` of a text with these features [L, T·H]."""
+    trainer = trainer_of(ablate.Variant("v"), target, folder)
+    model, config = trainer._model, trainer.task.config
+    model.update(trainer.parameters)
+    ids = mx.array([[7, *[config.mask_token_id] * (BLOCK - 1)]] * len(anchors))
+    group = ablate.BlockGroup(features[: max(anchors)], np.array(anchors))
+    return np.array(variant_rows(model, config, target.embed(ids), [group]))
+
+
+def features_of(target, seed: int) -> mx.array:
+    size = (20, len(TAPS) * target.hidden_size)
+    return mx.array(np.random.default_rng(seed).normal(size=size).astype(np.float32))
+
+
+def test_without_features_a_block_is_the_same_wherever_it_stands(target, tmp_path):
+    rows = [
+        rows_of(ablate.lone_rows, target, tmp_path, [3, 11, 20], features_of(target, seed))
+        for seed in (0, 1)
+    ]
+    assert np.array_equal(*rows)
+    assert np.array_equal(rows[0][0], rows[0][1])
+    assert np.array_equal(rows[0][0], rows[0][2])
+
+
+def test_input_fusion_reads_the_position_before_the_anchor_only(target, tmp_path):
+    features = features_of(target, 0)
+    rows = rows_of(ablate.fused_rows, target, tmp_path, [9], features)
+    for place in range(9):
+        changed = mx.array(features)
+        changed[place] = changed[place] + 1
+        others = rows_of(ablate.fused_rows, target, tmp_path, [9], changed)
+        assert np.array_equal(rows, others) == (place != 8), place
+
+
+def test_chosen_taps_are_those_asked_for(target):
+    text = texts(1)
+    spec = FeatureSpec("t", TAPS, 4, "float32")
+    wanted = Online(target, replace(spec, taps=(1, 4))).read_all(text)[0].features
+    found = ablate.Chosen(Online(target, spec), TAPS, (1, 4)).read_all(text)[0].features
+    assert mx.array_equal(found, wanted)
+
+
+def test_uniform_blocks_follow_one_another(target, tmp_path):
+    """What a block predicts ends where the next one's clean token stands."""
+    trainer = trainer_of(ablate.Variant("v", uniform=True), target, tmp_path)
+    for epoch in (0, 1):
+        works = [work for step in trainer._epoch(epoch) for work in step]
+        found = [(work.text.name, anchor) for work in works for anchor in work.anchors.tolist()]
+        assert sorted(found) == [(f"t/{i}", anchor) for i in range(3) for anchor in (6, 13, 20)]

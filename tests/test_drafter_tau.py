@@ -11,6 +11,7 @@ import pytest
 from tiny_training import own_texts, write_answers, write_target
 
 import dflash_mlx
+from dflash_mlx.errors import UsageError
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import train
@@ -47,6 +48,10 @@ def test_the_table_is_of_generation(tmp_path: Path, capsys: pytest.CaptureFixtur
         cycles, tokens = cycles + stats.cycles, tokens + stats.cycle_tokens
     assert cycles
     assert taus["all"] == pytest.approx(tokens / cycles, abs=1e-3)
+    # An id of two prompts would mix their answers up.
+    (tmp_path / "other.jsonl").write_text(rows[0].replace("one?", "of another set?"))
+    with pytest.raises(UsageError, match="Give every prompt its own id"):
+        drafter_tau.main([target, *given, "--prompts", str(tmp_path / "other.jsonl")])
     # The same answers, given.
     given = ["--answers", str(tmp_path / "work" / "answers.jsonl"), *given[2:]]
     assert drafter_tau.main([target, *given, "--max-tokens", str(TOKENS)]) == 0

@@ -301,16 +301,51 @@ def changed(**values: Any) -> Callable[[Files], Any]:
     return lambda files: files.answer(PROMPTS[1:], settings=replace(SETTINGS, **values))
 
 
+def test_drawn_answers_are_of_their_seed(files: Files) -> None:
+    drawn = replace(SETTINGS, temp=0.5)
+    files.answer(PROMPTS[1:], settings=drawn)
+    assert files.answer(PROMPTS[1:], settings=drawn).made == 0
+    with pytest.raises(UsageError, match="seed: 0 there, 1 now"):
+        files.answer(PROMPTS[1:], settings=replace(drawn, seed=1))
+
+
+def test_answers_of_another_max_are_refused(files: Files) -> None:
+    """Both ways: an answer that was cut earlier than now, and one that is longer."""
+    first = files.answer([prompt("two", limit=4)]).texts[0].answer_ids
+    assert len(first) == 4
+    for limit in (3, 5):
+        with pytest.raises(UsageError, match=f"'two' that was made with another max.*{limit} are"):
+            files.answer([prompt("two", limit=limit)])
+    # One that ended by itself is the same whatever more there is room for.
+    files.tokenizer.end_ids = frozenset({first[-1]})
+    assert files.answer([prompt("two", limit=5)]).texts[0].answer_ids == first
+
+
+def test_beginning_many_answers_takes_no_more_than_their_caches() -> None:
+    """Prompts that are written one behind another do not copy the pool of all of them."""
+    target = tiny_target("llama")
+    work = jobs(target.vocab_size, [9] * 24)
+    mx.eval(target.parameters())
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    decoder = Decoder(target, len(work), temp=0, seed=0, end_ids=[])
+    mx.reset_peak_memory()
+    decoder.start(work)
+    caches = sum(cache.nbytes for run in decoder.running for cache in run.stack)
+    assert mx.get_active_memory() - held >= caches
+    assert mx.get_peak_memory() - held < 2 * caches
+
+
 def test_files_of_other_settings_or_prompts_are_refused(files: Files) -> None:
     files.answer(PROMPTS[1:])
     for values, said in [
         ({"target": "huge"}, "target: tiny there, huge now"),
         ({"temp": 0.5}, r"temp: 0\.0 there, 0\.5 now"),
         ({"max_answer": 9}, "max_answer: 6 there, 9 now"),
-        ({"seed": 1}, "seed: 0 there, 1 now"),
     ]:
         with pytest.raises(UsageError, match=said):
             changed(**values)(files)
+    assert changed(seed=1)(files).made == 0  # greedy: nothing is drawn
     other = replace(prompt("twelve"), name="two")
     with pytest.raises(UsageError, match="'two' to another prompt"):
         files.answer([other])

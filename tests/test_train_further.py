@@ -22,10 +22,13 @@ from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import load_target
 from dflash_mlx.train.checkpoint import load_state, save_state
 from dflash_mlx.train.corpus import read_answers, split
+from dflash_mlx.train.curve import save_curve
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.run import train
+from dflash_mlx.train.replay import Replay
+from dflash_mlx.train.run import Voice, train
 from dflash_mlx.train.shape import WINDOW_KEYS, Shape, with_windows
+from dflash_mlx.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -113,6 +116,49 @@ def test_every_packaging_is_trained_to_the_end_and_becomes_the_official_one(kind
     known = parse_config(read_json(init / "config.json"))
     ours = parse_config(stored)
     assert (ours.windows, ours.causal) == (known.windows, known.causal)
+
+
+def test_training_that_makes_a_drafter_worse_leaves_it_as_it_was(order, tmp_path, monkeypatch):
+    """The drafter begun with is measured first, and is the best one until a later one is better."""
+    taus = iter([3, 2, 1])
+    monkeypatch.setattr(Trainer, "_replayed", lambda self: {"s": Replay([1], next(taus))})
+    init = released(tmp_path / "released", "nested")
+    recipe = replace(order.recipe, steps=2, measure_every=1, learning_rate=0.1)
+    asked = replace(order, init=str(init), out=tmp_path / "out", recipe=recipe)
+    said: list[str] = []
+    result = train(asked, Voice(said.append))
+    assert (result["best_step"], result["tau"], result["tau_of_start"]) == (0, 3, 3)
+    assert "No step of training was better than the drafter begun with, which is kept." in said
+    kept, begun = (mx.load(str(f / "model.safetensors")) for f in (asked.out, init))
+    assert kept.keys() == begun.keys()
+    assert all(mx.array_equal(kept[name], begun[name].astype(mx.bfloat16)) for name in kept)
+    curve = read_json(asked.out / "curve.json")
+    assert [(entry["step"], entry["tau"]) for entry in curve] == [(0, 3), (1, 2), (2, 1)]
+    assert [entry["loss"] is None for entry in curve] == [True, False, False]
+    card = (asked.out / "README.md").read_text()
+    assert "at step 0; 3.00 before training" in card
+    save_curve(tmp_path, curve)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    save_curve(tmp_path, curve[:1])
+
+
+def test_a_run_stopped_behind_the_first_measurement_goes_on(order, tmp_path, monkeypatch):
+    init = released(tmp_path / "released", "nested")
+    asked = replace(order, init=str(init), out=tmp_path / "out")
+
+    def stopping(self, *given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_gradients", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train(asked)
+    whole = train(replace(asked, out=tmp_path / "whole"))
+    resumed = train(asked)
+    assert resumed | {"drafter": "", "seconds": 0} == whole | {"drafter": "", "seconds": 0}
+    assert [entry["step"] for entry in read_json(asked.out / "curve.json")] == [0, 1]
+    ours, theirs = (mx.load(str(f / "model.safetensors")) for f in (asked.out, tmp_path / "whole"))
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("kind", ["top level", "speculators", "meta"])

@@ -134,10 +134,10 @@ def test_what_ran_out_of_memory_names_the_option():
 def test_a_run_stays_within_the_memory_it_was_given(tmp_path, no_picture):
     """As many blocks a pass as asked for take more; what --memory leaves of them does not."""
     target = str(write_target(tmp_path / "target", "llama"))
-    texts = own_texts(dflash_mlx.load(target, draft=None), 12, 60)
+    texts = own_texts(dflash_mlx.load(target, draft=None), 16, 60)
     answers = [write_answers(tmp_path / "answers.jsonl", texts)]
     recipe = Recipe(
-        block_size=8, steps=2, step_blocks=400, pass_blocks=400, held_out=0, negatives=8
+        block_size=8, steps=2, step_blocks=400, pass_blocks=400, held_out=4, negatives=8
     )
     order = Order(target, tmp_path / "free", recipe, Shape(layers=2, taps=2), answers=answers)
     told: list[str] = []

@@ -149,12 +149,13 @@ def test_run_json_keeps_what_earlier_parts_of_the_run_ran_on(order):
     now = read_json(file)
     assert now["earlier"] == []
     other = {"versions": {"mlx": "0.0"}, "machine": "m", "blas": "b", "device": "d"}
+    blocks = {"pass_blocks": now["recipe"]["pass_blocks"]}
     said = []
     for known in ({**now, **other}, None):
         if known:
             file.write_text(json.dumps(known))
         train(order, run.Voice(say=said.append))
-        assert read_json(file)["earlier"] == [other]
+        assert read_json(file)["earlier"] == [other | blocks]
         assert read_json(file)["versions"] == now["versions"]
     assert sum("ran elsewhere" in sentence for sentence in said) == 2
 

@@ -128,6 +128,16 @@ def test_prompts_are_answered_and_trained_on(order, tmp_path):
     assert texts["p3"]["prompt_ids"] == engine.prompt("Question 3?", None, None).ids
 
 
+def test_the_card_says_what_drawn_answers_are(order, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{i}?", "max": 9}}\n' for i in range(9)))
+    recipe = replace(RECIPE, steps=1)
+    asked = replace(order, answers=[], prompts=[prompts], temperature=0.7, recipe=recipe)
+    train(asked)
+    card = (asked.out / "README.md").read_text()
+    assert "tokens, drawn at temperature 0.7; drafts are greedy), at step 1" in card
+
+
 def test_a_finished_run_is_left_as_it_is(finished):
     order, result = finished
     before = (order.out / "model.safetensors").read_bytes()

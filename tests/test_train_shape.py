@@ -79,6 +79,23 @@ def test_a_start_from_the_target_has_its_last_layers(target):
     assert "layers.0.self_attn.q_norm.weight" not in start.taken  # llama has none
 
 
+@pytest.mark.parametrize(
+    ("layers", "taps", "passed"),
+    [
+        (2, (1, 0), 0),  # in whatever order taps are given
+        (1, (0, 1, 2), 2),
+        (3, (2, 0), 1),  # layers 1 to 3 read the output of layer 0
+        (2, (0, 2), 0),  # as far below as above: rather what is below
+    ],
+)
+def test_the_tap_nearest_to_what_the_first_layer_reads_passes(target, layers, taps, passed):
+    stored = drafter_config(target, tiny_config("llama"), Shape(layers=layers, taps=taps), 8, 3)
+    fc = np.array(target_start(parse_config(stored), target, 0).weights["fc.weight"])
+    parts = np.split(fc, len(taps), axis=1)
+    passes = [np.abs(part - np.eye(target.hidden_size)).max() < 0.1 for part in parts]
+    assert passes == [index == passed for index in range(len(taps))]
+
+
 def test_a_start_from_a_quantized_target_is_its_dequantized_weight():
     import mlx.nn as nn
 

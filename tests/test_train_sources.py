@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from tiny import tiny_target
 from tiny_training import own_texts, read_json, write_answers, write_target
@@ -125,6 +126,46 @@ def test_an_id_of_two_texts_is_refused(tmp_path):
         read_answers([first, other], 96)
 
 
+def test_files_of_one_name_in_two_folders_may_be_given(tmp_path):
+    files = []
+    for text in TRAINED[:2]:
+        folder = tmp_path / text.name
+        folder.mkdir()
+        row = json.loads(text.as_json())
+        del row["id"]
+        (folder / "answers.jsonl").write_text(json.dumps(row) + "\n")
+        files.append(folder / "answers.jsonl")
+    read = read_answers(files, 96)
+    assert [text.ids for text in read] == [text.ids for text in TRAINED[:2]]
+    assert len({text.name for text in read}) == 2
+    assert len(read_answers([files[0], files[0]], 96)) == 1
+
+
+def test_a_long_text_goes_through_the_target_in_pieces(monkeypatch):
+    """Its features are those of one pass, for every kind of cache."""
+    for family in ("llama", "gpt_oss", "qwen3_5", "gemma4_shared"):
+        model = tiny_target(family)
+        rows = []
+        forward = model.forward
+
+        def watched(segments, taps=(), rows=rows, forward=forward):
+            rows.append(sum(segment.rows for segment in segments))
+            return forward(segments, taps)
+
+        ids = tuple(np.random.default_rng(0).integers(0, 90, 45).tolist())
+        texts = [Text("long", ids[:5], ids[5:]), Text("short", ids[:3], ids[3:9])]
+        spec = FeatureSpec("t", (0, 2), 4, "float32")
+        whole = features.compute(model, spec, texts)
+        with monkeypatch.context() as patch:
+            patch.setattr(features, "PASS_ROWS", 16)
+            patch.setattr(model, "forward", watched)
+            pieces = features.compute(model, spec, texts)
+        assert sorted(rows) == [9, 13, 16, 16]
+        for one, other in zip(whole, pieces, strict=True):
+            assert np.allclose(one.features, other.features, atol=1e-4), family
+            assert np.allclose(one.logprobs, other.logprobs, atol=1e-4), family
+
+
 def test_features_of_one_kind_share_their_cache(target, tmp_path):
     spec = FeatureSpec("t", (1, 2), 0, "float32")
     both = [(spec, TRAINED), (spec, HELD)]
@@ -153,7 +194,8 @@ def test_a_text_belongs_to_the_set_its_name_or_its_file_says(name, source, expec
 
 
 def named(names: str) -> list[Text]:
-    return [Text(name, (1,), (2, 3, 4)) for name in names.split()]
+    """Texts of these names, each of a prompt of its own tokens."""
+    return [Text(name, (1, i), (2, 3, 4)) for i, name in enumerate(names.split())]
 
 
 def test_turns_and_wordings_of_a_prompt_are_held_out_together():
@@ -169,6 +211,12 @@ def test_turns_and_wordings_of_a_prompt_are_held_out_together():
     assert len(split(named(" ".join(f"data+{i}" for i in range(12))), 3)[1]) == 3
     odd = [text.prompt_name for text in named("s/6+v1.1 s/6+a/turn-2 x/turn-1/turn-2")]
     assert odd == ["s/6", "s/6", "x"]
+    # Further answers, whatever they are called: the same tokens are the same prompt.
+    drawn = [Text(f"{n}:{i}", (7, i), (n, 3, 4)) for n in range(3) for i in range(20)]
+    trained, held = split(drawn, 6)
+    assert len(held) == 6
+    assert not {text.prompt_ids for text in trained} & {text.prompt_ids for text in held}
+    assert {text.name for text in split(drawn[::-1], 6)[1]} == {text.name for text in held}
     # A prompt has more texts than may be held out: the smallest is, rather than none.
     assert len(split(texts[:8] + texts[8:10], 1)[1]) == 2
     assert split(texts[:4], 1) == (texts[:4], [])

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from tiny_training import answered_target, read_json
 
 from dflash_mlx.errors import CheckpointError, UsageError
-from dflash_mlx.train import trainer
+from dflash_mlx.train import run, trainer
 from dflash_mlx.train.checkpoint import STATE, load_state
 from dflash_mlx.train.interrupt import exit_code, stopped_by_signals
 from dflash_mlx.train.order import Order
@@ -188,6 +188,37 @@ def test_whoever_runs_out_of_memory_can_follow_the_advice(order, whole, monkeypa
     assert ours[1].step == theirs[1].step
     for name, array in theirs[0].items():
         assert mx.allclose(ours[0][name], array, atol=1e-3), name
+
+
+def test_a_run_goes_on_with_the_passes_it_began_with(order, whole, monkeypatch):
+    """Its sums are the same where there is more memory now, too. Others may be asked for."""
+    fits = run.fitted
+    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
+    count = trainer.Trainer._count
+
+    def counting(self, result):
+        count(self, result)
+        if self.progress.step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_count", counting)
+        patch.setattr(run, "fitted", lambda recipe, *rest: replace(recipe, pass_blocks=4))
+        with pytest.raises(KeyboardInterrupt):
+            train(order)
+    seen = []
+    monkeypatch.setattr(
+        run, "fitted", lambda recipe, *rest: seen.append(recipe) or fits(recipe, *rest)
+    )
+    told: list[str] = []
+    train(order, Voice(told.append))
+    file = order.out / "run.json"
+    assert seen.pop().pass_blocks == 4
+    assert read_json(file)["earlier"] == []
+    train(replace(order, recipe=replace(RECIPE, pass_blocks=5)), Voice(told.append))
+    assert seen.pop().pass_blocks == 5
+    assert [part["pass_blocks"] for part in read_json(file)["earlier"]] == [4]
+    assert sum("with other --pass-blocks" in line for line in told) == 1
 
 
 def test_a_step_reads_the_features_of_a_text_once(order, monkeypatch):

@@ -68,6 +68,7 @@ class PooledCache(LayerCache):
     def __init__(self, pool: KVPool, place: int) -> None:
         self.pool = pool
         self.place = place
+        self._whole: tuple[mx.array, mx.array] | None = None  # the sequence, if just begun
 
     def write(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As `KVCache.write` or `WindowCache.write`."""
@@ -80,10 +81,19 @@ class PooledCache(LayerCache):
         pool.keys[self.place, :, self.length : end] = keys[0]
         pool.values[self.place, :, self.length : end] = values[0]
         self.pending = rows
+        # A slice of the pool that attention still holds would make the next sequence's write copy
+        # the pool of all places.
+        self._whole = None if self.length else (keys, values)
         return self.written()
+
+    def commit(self, n: int) -> None:
+        super().commit(n)
+        self._whole = None
 
     def written(self) -> tuple[mx.array, mx.array]:
         """What the last write returned; only after one."""
+        if self._whole is not None:
+            return self._whole
         pool = self.pool
         assert pool.keys is not None
         assert pool.values is not None

@@ -280,10 +280,14 @@ class _Stages:
 
     def __init__(self) -> None:
         self._shown: dict[str, int] = {}
+        self._done: dict[str, int] = {}
         self._began: dict[str, tuple[float, int]] = {}
 
     def show(self, name: str, done: int, total: int) -> None:
         now = time.monotonic()
+        if done < self._done.get(name, 0):  # its next part, as of features of texts held out
+            del self._began[name], self._shown[name]
+        self._done[name] = done
         began, first = self._began.setdefault(name, (now, done))
         tenth = 10 * done // max(1, total)
         if self._shown.get(name) != tenth:
@@ -294,6 +298,9 @@ class _Stages:
 
 
 def _show(report: Report) -> None:
+    if report.step == 0:
+        console.say(f"the drafter begun with: τ {report.tau:.3f}")
+        return
     rows = " ".join(f"{share:.2f}" for share in report.accuracy)
     measured = "" if report.tau is None else f"  τ {report.tau:.3f} (best {report.best_tau:.3f})"
     console.say(

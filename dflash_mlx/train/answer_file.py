@@ -94,6 +94,8 @@ class AnswerFile:
                 stored = {"thinking": None, **json.loads(beside.read_text(encoding="utf-8"))}
                 if same_target(stored["target"], settings.target):
                     stored["target"] = settings.target
+                if settings.temp == stored["temp"] == 0:
+                    stored["seed"] = settings.seed  # nothing is drawn
                 other = [
                     f"{k}: {stored[k]} there, {v} now" for k, v in ours.items() if stored[k] != v
                 ]

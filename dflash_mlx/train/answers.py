@@ -16,7 +16,7 @@ from dflash_mlx.train.conversation import Conversation
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.decoding import Decoder, Job, cache_bytes
 from dflash_mlx.train.prompts import Prompt
-from dflash_mlx.train.wording import shown_bytes
+from dflash_mlx.train.wording import counted, shown_bytes
 
 #: called after every step: (answers there, answers in all, tokens a second of this run)
 Progress = Callable[[int, int, float], None]
@@ -102,6 +102,7 @@ class _Work:
     ) -> None:
         self._given = {text.prompt_ids: text for text in given}
         self._file, self._max_answer = file, settings.max_answer
+        self._end_ids = tokenizer.end_ids
         self._context = target.context_length
         self._longest = min(max_length or self._context, self._context)
         self.queue: deque[Job] = deque()
@@ -132,17 +133,32 @@ class _Work:
             known = self._given.get(ids) or self._file.texts.get(name)
             if known is None:
                 break
-            if known.prompt_ids != ids:
-                raise UsageError(
-                    f"{self._file.path} has an answer {name!r} to another prompt than the one "
-                    "given now. Use another file, or other ids."
-                )
+            if known is self._file.texts.get(name):
+                self._check(known, ids, prompt)
             self.texts[name] = replace(known, name=name)
             if not conversation.answer(known.answer_ids):
                 return
-        limit = min(prompt.limit or self._max_answer, self._max_answer, self._context - len(ids))
         self._open[name] = conversation
-        put(Job(name, ids, limit))
+        put(Job(name, ids, self._limit(prompt, ids)))
+
+    def _limit(self, prompt: Prompt, ids: Sequence[int]) -> int:
+        """Most tokens of the answer to `ids`."""
+        return min(prompt.limit or self._max_answer, self._max_answer, self._context - len(ids))
+
+    def _check(self, known: Text, ids: Sequence[int], prompt: Prompt) -> None:
+        """UsageError unless this is what the file would get now."""
+        if known.prompt_ids != tuple(ids):
+            raise UsageError(
+                f"{self._file.path} has an answer {known.name!r} to another prompt than the one "
+                "given now. Use another file, or other ids."
+            )
+        count, limit = len(known.answer_ids), self._limit(prompt, ids)
+        if count > limit or (count < limit and known.answer_ids[-1] not in self._end_ids):
+            raise UsageError(
+                f"{self._file.path} has an answer {known.name!r} that was made with another max: "
+                f"it has {counted(count, 'token')}, and {limit} are asked for now. Use another "
+                "file, or other ids."
+            )
 
     def longest(self) -> int:
         """Most tokens that a sequence may come to have."""

@@ -33,15 +33,16 @@ def model_card(
         "",
         "## Measured",
         "",
-        f"- {_tau(result, held)}",
+        f"- {_tau(run, result, held)}",
     ]
     if best is not None:
         rows = _shares(best["accuracy"])
         lines += [
             *(f"- {name}: {tau:.2f}" for name, tau in best["tau_by_set"].items()),
             f"- share of cycles that accept at least so many drafts: {_shares(best['acceptance'])}",
-            f"- accuracy of each row on the texts trained on, at that step: {rows}",
         ]
+        if rows:
+            lines += [f"- accuracy of each row on the texts trained on, at that step: {rows}"]
     lines += [
         "- no speed was measured while training",
         "",
@@ -65,12 +66,17 @@ def _weights(run: Mapping[str, Any]) -> str:
     return "D-PACE weights" if gamma is None else f"row weights exp(-(k-1)/{gamma:g})"
 
 
-def _tau(result: Mapping[str, Any], held: Mapping[str, Any]) -> str:
+def _tau(run: Mapping[str, Any], result: Mapping[str, Any], held: Mapping[str, Any]) -> str:
     if not held["texts"]:
         return "no text was held out, so no acceptance was measured"
+    start = result.get("tau_of_start")
+    before = "" if start is None else f"; {start:.2f} before training"
+    temperature = run["answers"]["temperature"] if run["prompts"] else 0
+    # Generation at a temperature draws its drafts, too, and accepts them at chance.
+    drawn = f", drawn at temperature {temperature:g}; drafts are greedy" if temperature else ""
     return (
         f"{result['tau']:.2f} tokens a cycle on {counted(held['texts'], 'held-out text')} "
-        f"({held['answer_tokens']} tokens, greedy), at step {result['best_step']}"
+        f"({held['answer_tokens']} tokens{drawn}), at step {result['best_step']}{before}"
     )
 
 

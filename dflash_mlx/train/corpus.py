@@ -91,6 +91,9 @@ def read_answers(files: Iterable[Path], vocab_size: int) -> list[Text]:
                 set_of(file),
             )
             known = texts.setdefault(text.name, text)
+            if "id" not in row and known.ids != text.ids:  # of a file of that name elsewhere
+                text = replace(text, name=f"{text.name} ({digest([text])[:8]})")
+                known = texts.setdefault(text.name, text)
             if (known.prompt_ids, known.answer_ids) != (text.prompt_ids, text.answer_ids):
                 raise UsageError(
                     f"{file}:{number}: the id {text.name} is another text's before; give each text "
@@ -196,12 +199,13 @@ def usable(texts: Sequence[Text], max_length: int) -> tuple[list[Text], int]:
 def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
     """(trained, held out): the choice depends on the names, not on their order.
 
-    At most `held_out` texts and a quarter of all are held out. Turns and wordings of one prompt
-    stay together: what was trained on says much about them. Where that leaves none, the smallest
-    prompt is held out.
+    At most `held_out` texts and a quarter of all are held out. Turns, wordings and further answers
+    of one prompt stay together: what was trained on says much about them. Where that leaves none,
+    the smallest prompt is held out.
     """
     room = min(held_out, len(texts) // 4)
-    prompts = Counter(text.prompt_name for text in texts)
+    prompt_of = _prompts(texts)
+    prompts = Counter(prompt_of)
     chosen = set()
     for name in sorted(prompts, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if prompts[name] <= room:
@@ -209,5 +213,25 @@ def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]
             room -= prompts[name]
     if not chosen and held_out and len(texts) >= 4 and len(prompts) > 1:
         chosen = {min(sorted(prompts), key=prompts.__getitem__)}
-    trained = [text for text in texts if text.prompt_name not in chosen]
-    return trained, [text for text in texts if text.prompt_name in chosen]
+    kept = [prompt in chosen for prompt in prompt_of]
+    return (
+        [text for text, held in zip(texts, kept, strict=True) if not held],
+        [text for text, held in zip(texts, kept, strict=True) if held],
+    )
+
+
+def _prompts(texts: Sequence[Text]) -> list[str]:
+    """Of every text the first name of its prompt: one name, or the same tokens, is one prompt."""
+    joined: dict[Any, Any] = {}
+
+    def root(key: Any) -> Any:
+        while (above := joined.setdefault(key, key)) != key:
+            key = above
+        return key
+
+    for text in texts:
+        one, other = root(text.prompt_name), root(text.prompt_ids)
+        # Names below tokens, and the first in order below the others, whatever the texts' order.
+        low, high = sorted((one, other), key=lambda key: (not isinstance(key, str), str(key)))
+        joined[high] = low
+    return [root(text.prompt_name) for text in texts]

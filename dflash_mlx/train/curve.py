@@ -16,7 +16,10 @@ def save_numbers(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
 
 
 def save_curve(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
-    """history: one entry a measurement, with step, loss, accuracy [b-1] and tau."""
+    """history: one entry a measurement, with step, loss, accuracy [b-1] and tau.
+
+    A measurement of the start has no loss and an empty accuracy.
+    """
     save_numbers(folder, history)
     if not history:
         return
@@ -28,16 +31,20 @@ def save_curve(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
-    above.plot(steps, [entry["loss"] for entry in history], marker=".")
+    trained = [entry for entry in history if entry["loss"] is not None]
+    above.plot(
+        [entry["step"] for entry in trained], [entry["loss"] for entry in trained], marker="."
+    )
     above.set_ylabel("loss (weighted mean)")
     tau = above.twinx()
     tau.plot(steps, [entry["tau"] for entry in history], marker=".", color="tab:red")
     tau.set_ylabel("held-out tokens a cycle", color="tab:red")
-    for row in range(len(history[0]["accuracy"])):
-        values = [entry["accuracy"][row] for entry in history]
-        below.plot(steps, values, label=f"{row + 1}")
+    for row in range(len(trained[0]["accuracy"]) if trained else 0):
+        values = [entry["accuracy"][row] for entry in trained]
+        below.plot([entry["step"] for entry in trained], values, label=f"{row + 1}")
     below.set_ylabel("training accuracy by row")
     below.set_xlabel("step")
-    below.legend(title="row", ncols=4, fontsize="small")
+    if trained:
+        below.legend(title="row", ncols=4, fontsize="small")
     with replacing(folder / "curve.png") as partial:
         figure.savefig(partial, dpi=110, format="png")

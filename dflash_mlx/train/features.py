@@ -17,7 +17,7 @@ import numpy as np
 from dflash_mlx.errors import UsageError
 from dflash_mlx.loader import DTYPES
 from dflash_mlx.models.base import Target
-from dflash_mlx.segment import Segment, packed, spans
+from dflash_mlx.segment import Segment, packed
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.files import make_folder, write_tensors, write_text
 from dflash_mlx.train.shards import Shard, damaged
@@ -65,11 +65,11 @@ def compute(target: Target, spec: FeatureSpec, texts: Sequence[Text]) -> list[Se
     """Run the target over `texts`, as many in one pass as PASS_ROWS allow."""
     seen: list[Seen] = []
     for batch in packed(texts, lambda text: text.length, PASS_ROWS):
-        segments = [Segment(mx.array(t.ids, mx.int32), target.make_cache()) for t in batch]
-        hidden, features = target.forward(segments, spec.taps)
-        assert features is not None
-        for text, (start, stop) in zip(batch, spans(segments), strict=True):
-            rows = features[0, start:stop].astype(DTYPES[spec.dtype])
+        hidden, features = _forward(target, spec, batch)
+        stop = 0
+        for text in batch:
+            start, stop = stop, stop + text.length
+            rows = features[start:stop].astype(DTYPES[spec.dtype])
             if spec.dtype == "float16" and not mx.isfinite(rows).all():
                 raise UsageError(
                     "Hidden states of this target are too large for float16; give --cache-dtype "
@@ -77,10 +77,30 @@ def compute(target: Target, spec: FeatureSpec, texts: Sequence[Text]) -> list[Se
                 )
             # Row p - 1 gives the distribution of the token at p.
             first = start + len(text.prompt_ids) - 1
-            ids, logprobs = _most_likely(target, hidden[0, first : stop - 1], spec.top_k)
+            ids, logprobs = _most_likely(target, hidden[first : stop - 1], spec.top_k)
             seen.append(Seen(rows, ids, logprobs))
         mx.eval([(s.features, s.ids, s.logprobs) for s in seen[-len(batch) :]])
     return seen
+
+
+def _forward(target: Target, spec: FeatureSpec, batch: Sequence[Text]) -> tuple[mx.array, mx.array]:
+    """Hidden states [ΣL, H] and features [ΣL, T·H] of the texts; a long one goes in pieces."""
+    stacks = [target.make_cache() for _ in batch]
+    hidden, features = [], []
+    for at in range(0, max(text.length for text in batch), PASS_ROWS):
+        # Only a text alone is longer than one pass.
+        segments = [
+            Segment(mx.array(text.ids[at : at + PASS_ROWS], mx.int32), stack)
+            for text, stack in zip(batch, stacks, strict=True)
+        ]
+        outcome, tapped = target.forward(segments, spec.taps)
+        assert tapped is not None
+        hidden.append(outcome[0])
+        features.append(tapped[0].astype(DTYPES[spec.dtype]))
+        for segment in segments:
+            segment.cache.commit(segment.cache.pending)
+        mx.eval(hidden[-1], features[-1], [stack.arrays() for stack in stacks])
+    return mx.concatenate(hidden), mx.concatenate(features)
 
 
 def _most_likely(target: Target, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:

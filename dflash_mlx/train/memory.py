@@ -13,8 +13,12 @@ import mlx.core as mx
 
 from dflash_mlx.draft.config import DFlash2Parts, DFlashConfig
 from dflash_mlx.errors import UsageError
+from dflash_mlx.models.base import Target
 from dflash_mlx.train.batches import Work, passes
+from dflash_mlx.train.decoding import cache_bytes
+from dflash_mlx.train.features import PASS_ROWS
 from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.start import target_layers
 
 _FLOAT = 4
 #: copies of every weight beside the forward pass: master, both moments, gradient, its clipped form
@@ -24,6 +28,8 @@ _HEAD_COPIES = 2
 #: arrays of a row's attention weights that are alive at once: scores, masked, joined, softmax, and
 #: the gradients of these
 _SCORE_COPIES = 8
+#: the same where nothing is kept for gradients
+_TARGET_SCORES = 4
 #: of the logits: themselves, the steps of exponentials made of products, and their gradients
 _LOGIT_COPIES = 9
 #: measured peaks are up to 1.65 times the sum of the shapes
@@ -72,9 +78,17 @@ def _second_numbers(parts: DFlash2Parts, config: DFlashConfig) -> int:
     return convolutions + 3 * parts.selector_top_k * parts.selector_rank
 
 
-def target_pass_bytes(hidden: int, features: int, vocab: int, rows: int) -> int:
-    """Bytes of a pass of the target over `rows` rows; vocab 0 where no likely tokens are kept."""
-    return round(rows * (24 * hidden + 2 * features + 4 * vocab) * _FLOAT)
+def target_pass_bytes(target: Target, features: int, vocab: int, longest: int) -> int:
+    """Bytes of the target's passes over a text of `longest` tokens, or as many as go into a pass.
+
+    features: numbers of a token. vocab: 0 where no likely tokens are kept.
+    """
+    heads = max(getattr(layer.get("self_attn"), "heads", 0) for layer in target_layers(target))
+    whole = max(PASS_ROWS, longest)
+    numbers = PASS_ROWS * 24 * target.hidden_size + whole * (target.hidden_size + 2 * features)
+    numbers += 4 * vocab * whole
+    numbers += _TARGET_SCORES * heads * PASS_ROWS * longest
+    return numbers * _FLOAT + cache_bytes(target, longest)
 
 
 def fitted(

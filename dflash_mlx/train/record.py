@@ -57,6 +57,7 @@ def described_run(
             "cache_limit_gb": order.cache_limit_gb,
         },
         "memory_gb": order.memory_gb,
+        "pass_blocks_asked": order.recipe.pass_blocks,
         "dtype": dtype_name(engine.target.dtype),
         "versions": versions(),
         "machine": f"{platform.machine()} {platform.system()}",
@@ -77,8 +78,31 @@ def earlier_parts(file: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
         before = list(stored.get("earlier") or [])
     except (OSError, ValueError, AttributeError, TypeError):
         return []  # it is written anew, and nothing else depends on it
-    place, ours = ({key: r.get(key) for key in _PLACE} for r in (stored, run))
+    place, ours = (_place(r) for r in (stored, run))
     return before if place == ours else [*before, place]
+
+
+def _place(run: dict[str, Any]) -> dict[str, Any]:
+    return {**{key: run.get(key) for key in _PLACE}, "pass_blocks": _recipe(run).get("pass_blocks")}
+
+
+def _recipe(run: dict[str, Any]) -> dict[str, Any]:
+    recipe = run.get("recipe")
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def blocks_before(file: Path, asked: int) -> int | None:
+    """Blocks a pass of the run's part before this one, from its run.json, if asked for as many.
+
+    Going on with as many sums alike, also where there is more memory now.
+    """
+    try:
+        stored = json.loads(file.read_text("utf-8"))
+        known = _recipe(stored).get("pass_blocks")
+        same = stored.get("pass_blocks_asked") == asked
+    except (OSError, ValueError, AttributeError):
+        return None
+    return known if same and isinstance(known, int) and known > 0 else None
 
 
 def _drafter(config: DFlashConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The drafter that runs is the one of generation; only the target's answers are al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -87,7 +87,7 @@ def agreed(proposed: Sequence[int], follows: Sequence[int]) -> int:
 
 def replay_sets(
     drafter: Drafter,
-    texts: Sequence[tuple[Text, mx.array]],
+    texts: Iterable[tuple[Text, mx.array]],
     end_ids: Collection[int],
     max_tokens: int | None = None,
 ) -> dict[str, Replay]:

@@ -31,9 +31,10 @@ from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import Answered, answer_prompts
 from dflash_mlx.train.batches import epoch_steps
 from dflash_mlx.train.card import model_card
+from dflash_mlx.train.checkpoint import Progress
 from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split, usable
 from dflash_mlx.train.export import save_token_order
-from dflash_mlx.train.features import PASS_ROWS, FeatureSpec, bytes_a_token
+from dflash_mlx.train.features import FeatureSpec, bytes_a_token
 from dflash_mlx.train.files import write_text
 from dflash_mlx.train.folder import locked, taken
 from dflash_mlx.train.memory import Room, explained, fitted, target_pass_bytes
@@ -41,7 +42,7 @@ from dflash_mlx.train.naming import hash_of, target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.record import described_run, earlier_parts
+from dflash_mlx.train.record import blocks_before, described_run, earlier_parts
 from dflash_mlx.train.shape import drafter_config, mask_token, second_parts, with_windows
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
@@ -108,7 +109,10 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
     run = described_run(order, engine, task, recipe, start)
     run["earlier"] = earlier_parts(order.out / "run.json", run) if trainer.resumed else []
     if run["earlier"]:
-        voice.say("Parts of this run ran elsewhere (run.json, earlier): sums may round otherwise.")
+        voice.say(
+            "Parts of this run ran elsewhere or with other --pass-blocks (run.json, earlier): sums "
+            "may round otherwise."
+        )
     write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
     progress = trainer.run()
     result = {
@@ -117,13 +121,22 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         "steps": progress.step,
         "tau": progress.best_tau,
         "best_step": progress.best_step,
+        "tau_of_start": _tau_of_start(progress),
         "trained_texts": len(trained),
         "held_out_texts": len(held),
         "answer_tokens": sum(len(text.answer_ids) for text in trained),
         "seconds": round(progress.seconds, 1),
     }
     write_text(order.out / "README.md", model_card(task.config, run, result, progress.history))
+    if progress.history and task.measures_start and progress.best_step == 0:
+        voice.say("No step of training was better than the drafter begun with, which is kept.")
     return result
+
+
+def _tau_of_start(progress: Progress) -> float | None:
+    """Of the drafter begun with; None where the run did not begin with one."""
+    first = progress.history[0] if progress.history else {}
+    return first["tau"] if first.get("step") == 0 else None
 
 
 def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
@@ -291,6 +304,7 @@ def _task(
         features,
         held_features,
         described,
+        measures_start=order.init not in ("target", "random"),
     )
 
 
@@ -310,18 +324,20 @@ def _within_memory(
     voice: Voice,
 ) -> Recipe:
     """The recipe for this drafter, with as few blocks a pass as memory asks for."""
-    recipe = replace(order.recipe, block_size=config.block_size)
+    asked = order.recipe.pass_blocks
+    before = blocks_before(order.out / "run.json", asked) or asked
+    recipe = replace(order.recipe, block_size=config.block_size, pass_blocks=min(asked, before))
     limit_bytes = _memory_limit(order)
     used = {token for text in trained for token in text.answer_ids}
     longest = max(text.length for text in trained)
     spec = FeatureSpec("", config.target_layer_ids, order.top_k, order.cache_dtype)
     vocab = target.vocab_size if order.top_k else 0
-    rows, read = max(PASS_ROWS, longest), len(spec.taps) * target.hidden_size
+    read = len(spec.taps) * target.hidden_size
     room = Room(
         sum(array.size for array in start.weights.values()),
         len(used) + recipe.negatives,
         bytes_a_token(spec, target.hidden_size),
-        target_pass_bytes(target.hidden_size, read, vocab, rows),
+        target_pass_bytes(target, read, vocab, longest),
     )
     steps = epoch_steps(
         trained, 0, seed=recipe.seed, anchors=recipe.anchors, blocks=recipe.step_blocks

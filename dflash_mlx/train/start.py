@@ -82,8 +82,9 @@ def random_start(config: DFlashConfig, seed: int) -> Start:
 def target_start(config: DFlashConfig, target: Target, seed: int) -> Start:
     """The drafter's layers are the target's last ones, as far as their shapes agree.
 
-    The context projection passes the last tap on, which lies below those layers; the other taps
-    start with small random weights. Parts that the target does not have alike stay random.
+    The context projection passes one tap on, the nearest to what the first of those layers reads
+    (for two layers exactly that, with the taps of the paper); the other taps start with small
+    random weights. Parts that the target does not have alike stay random.
     """
     weights = dict(random_start(config, seed).weights)
     layers = target_layers(target)
@@ -113,9 +114,10 @@ def target_start(config: DFlashConfig, target: Target, seed: int) -> Start:
     take("norm.weight", _child(target, "model.norm"))
     if first >= 0:
         take("hidden_norm.weight", _child(layers[first], "input_layernorm"))
-    hidden = config.hidden_size
+    hidden, taps = config.hidden_size, config.target_layer_ids
+    below = min(range(len(taps)), key=lambda i: (abs(taps[i] - (first - 1)), taps[i]))
     fc = np.array(weights["fc.weight"]) / 4
-    fc[:, -hidden:] += np.eye(hidden, dtype=np.float32)
+    fc[:, below * hidden : (below + 1) * hidden] += np.eye(hidden, dtype=np.float32)
     weights["fc.weight"] = mx.array(fc)
     mx.eval(weights)
     return Start(weights, tuple(taken))

@@ -65,6 +65,8 @@ class Task:
     features: Features
     held_features: Features  # in the target's own type
     described: Mapping[str, Any]
+    # What training makes of a drafter may be worse: then the one begun with is the best.
+    measures_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class Trainer:
             progress.epoch, progress.place = progress.epoch + 1, 0
             works = self._works()
         if progress.step % self.recipe.measure_every == 0 and not self._measured():
-            self._measure()
+            self._measure()  # a run was stopped before it, or the drafter begun with
         grads, result = self._gradients(works[progress.place], progress.epoch)
         with uninterrupted():  # weights, optimizer and progress belong to one step
             self._apply(grads)
@@ -231,11 +233,11 @@ class Trainer:
         return self._planned[1]
 
     def _measured(self) -> bool:
-        """Whether this step, or none yet, has been measured."""
+        """Whether this step has been measured; the start counts where it is a drafter already."""
         history = self.progress.history
-        return self.progress.step == 0 or (
-            bool(history) and history[-1]["step"] == self.progress.step
-        )
+        if self.progress.step == 0 and not (self.task.measures_start and self.task.held_out):
+            return True
+        return bool(history) and history[-1]["step"] == self.progress.step
 
     def _gradients(self, works: Sequence[Work], epoch: int) -> tuple[Any, StepResult]:
         head = self._head_of(epoch)
@@ -307,7 +309,8 @@ class Trainer:
         report = self._summary(tau)
         entry = {
             "step": report.step,
-            "loss": report.loss,
+            # Neither is known of the start, before any step.
+            "loss": report.loss if progress.counted_steps else None,
             "accuracy": report.accuracy,
             "tau": tau,
             "tau_by_set": {name: part.tokens_per_cycle for name, part in sorted(sets.items())},
@@ -322,7 +325,8 @@ class Trainer:
     def _replayed(self) -> dict[str, Replay]:
         task = self.task
         drafter = as_drafter(task.config, self.parameters, task.target, dtype_beside(task.target))
-        known = [(t, task.held_features.read_all([t])[0].features) for t in task.held_out]
+        # One text's features at a time.
+        known = ((t, task.held_features.read_all([t])[0].features) for t in task.held_out)
         with explained("Measuring", f"--max-length (now {self.recipe.max_length})"):
             return replay_sets(drafter, known, task.end_ids)
 
