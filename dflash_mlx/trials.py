@@ -59,8 +59,8 @@ def subject(
         raise SourceError(f"{found.label} is no folder of a model and no GGUF file.")
     if path is None:
         raise SourceError(
-            f"{found.label} is not on this disk, so its shapes are not known. Run `dflash-mlx chat "
-            f"{model}` first, or give a folder. `dflash-mlx plan` tells what fits without it."
+            f"{found.label} is not on this disk, so its shapes are not known. `dflash-mlx plan "
+            f"{model}` tells whether it fits; `dflash-mlx chat {model}` fetches it."
         )
     target = empty_target(path, resolve_dtype(dtype, metal=True))
     spec, place = found.drafter_spec, None

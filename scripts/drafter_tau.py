@@ -25,7 +25,7 @@ from dflash_mlx.train.corpus import Text, read_answers
 from dflash_mlx.train.features import FeatureSpec
 from dflash_mlx.train.naming import target_name
 from dflash_mlx.train.order import Order
-from dflash_mlx.train.prompts import Prompt, read_prompts
+from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.replay import joined, replay_sets
 from dflash_mlx.train.sources import offline
 
@@ -67,10 +67,11 @@ def answers(options: argparse.Namespace, engine: dflash_mlx.Engine, name: str) -
         for text in read_answers(options.answers, engine.target.vocab_size):
             sets.setdefault(text.set_name, []).append(text)
         return [text for texts in sets.values() for text in texts[: options.prompts_each]]
-    files: dict[str | None, list[Prompt]] = {}
-    for prompt in read_prompts(options.prompts):
-        files.setdefault(prompt.source, []).append(replace(prompt, further=()))
-    prompts = [prompt for file in files.values() for prompt in file[: options.prompts_each]]
+    read_prompts(options.prompts)  # together, since an id of two prompts would mix answers up
+    prompts = []
+    for file in options.prompts:
+        first = read_prompts([file])[: options.prompts_each]
+        prompts += [replace(prompt, further=()) for prompt in first]
     settings = AnswerSettings(name, 0.0, options.max_tokens, 0)
     done = answer_prompts(
         engine.target,

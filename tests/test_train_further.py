@@ -128,7 +128,7 @@ def test_training_that_makes_a_drafter_worse_leaves_it_as_it_was(order, tmp_path
     said: list[str] = []
     result = train(asked, Voice(said.append))
     assert (result["best_step"], result["tau"], result["tau_of_start"]) == (0, 3, 3)
-    assert "No step of training was better than the drafter begun with, which is kept." in said
+    assert "Training made the drafter begun with worse, which is kept as it was." in said
     kept, begun = (mx.load(str(f / "model.safetensors")) for f in (asked.out, init))
     assert kept.keys() == begun.keys()
     assert all(mx.array_equal(kept[name], begun[name].astype(mx.bfloat16)) for name in kept)
@@ -140,6 +140,25 @@ def test_training_that_makes_a_drafter_worse_leaves_it_as_it_was(order, tmp_path
     save_curve(tmp_path, curve)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     save_curve(tmp_path, curve[:1])
+
+
+def test_training_that_cannot_be_told_from_the_start_is_kept(order, tmp_path, monkeypatch):
+    """Held-out text may be too little, or the drafter too weak, to tell them apart."""
+    monkeypatch.setattr(Trainer, "_replayed", lambda self: {"s": Replay([0], 1)})
+    init = released(tmp_path / "released", "nested")
+    asked = replace(order, init=str(init), out=tmp_path / "out")
+    said: list[str] = []
+    assert train(asked, Voice(said.append))["best_step"] == 1
+    kept, begun = (mx.load(str(f / "model.safetensors")) for f in (asked.out, init))
+    assert not all(mx.array_equal(kept[name], begun[name].astype(mx.bfloat16)) for name in kept)
+    assert "No draft was right on held-out text: give more texts, or more steps." in said
+
+
+def test_held_out_answers_without_a_cycle_measure_nothing(order, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "_replayed", lambda self: {"s": Replay()})
+    init = released(tmp_path / "released", "nested")
+    result = train(replace(order, init=str(init), out=tmp_path / "out"))
+    assert (result["best_step"], result["tau_of_start"]) == (1, None)
 
 
 def test_a_run_stopped_behind_the_first_measurement_goes_on(order, tmp_path, monkeypatch):

@@ -118,7 +118,7 @@ def test_without_kernels_the_model_is_found_and_nothing_is_tried(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("Qwen3-8B", "Qwen3-8B is not on this disk, so its shapes are not known. Run"),
+        ("Qwen3-8B", "Qwen3-8B is not on this disk, so its shapes are not known. `dfl"),
         ("TARGET --draft org/none", "The drafter org/none is not on this disk. Give a folder."),
         ("TARGET --draft-bits 5", "--draft-bits is 5"),
         ("TARGET --dtype half", "--dtype is 'half'"),

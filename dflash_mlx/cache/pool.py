@@ -90,6 +90,10 @@ class PooledCache(LayerCache):
         super().commit(n)
         self._whole = None
 
+    def rewind(self, length: int) -> bool:
+        self._whole = None
+        return super().rewind(length)
+
     def written(self) -> tuple[mx.array, mx.array]:
         """What the last write returned; only after one."""
         if self._whole is not None:
@@ -133,7 +137,7 @@ def write_rows(caches: Sequence[PooledCache], keys: mx.array, values: mx.array) 
     pool.keys[places, :, at] = keys[:, :, 0]
     pool.values[places, :, at] = values[:, :, 0]
     for cache in caches:
-        cache.pending = 1
+        cache.pending, cache._whole = 1, None
 
 
 def read_rows(caches: Sequence[PooledCache]) -> tuple[mx.array, mx.array, mx.array]:

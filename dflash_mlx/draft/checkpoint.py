@@ -99,7 +99,7 @@ def _checked(
     if unfinished(folder) and not (folder / "config.json").exists():
         raise CheckpointError(
             f"{folder} is a training run's and has no drafter yet; give the command of the run "
-            "again, and use the folder behind its first measurement."
+            "again, and use the folder after its first measurement."
         )
     stored = read_config(folder)
     config = parse_config(stored)

@@ -91,7 +91,7 @@ def read_answers(files: Iterable[Path], vocab_size: int) -> list[Text]:
                 set_of(file),
             )
             known = texts.setdefault(text.name, text)
-            if "id" not in row and known.ids != text.ids:  # of a file of that name elsewhere
+            if "id" not in row and known != text:  # of a file of that name elsewhere
                 text = replace(text, name=f"{text.name} ({digest([text])[:8]})")
                 known = texts.setdefault(text.name, text)
             if (known.prompt_ids, known.answer_ids) != (text.prompt_ids, text.answer_ids):
@@ -211,8 +211,9 @@ def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]
         if prompts[name] <= room:
             chosen.add(name)
             room -= prompts[name]
-    if not chosen and held_out and len(texts) >= 4 and len(prompts) > 1:
-        chosen = {min(sorted(prompts), key=prompts.__getitem__)}
+    smallest = min(sorted(prompts), key=prompts.__getitem__, default="")
+    if not chosen and held_out and prompts[smallest] <= len(texts) // 4:
+        chosen = {smallest}
     kept = [prompt in chosen for prompt in prompt_of]
     return (
         [text for text, held in zip(texts, kept, strict=True) if not held],
@@ -222,16 +223,19 @@ def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]
 
 def _prompts(texts: Sequence[Text]) -> list[str]:
     """Of every text the first name of its prompt: one name, or the same tokens, is one prompt."""
-    joined: dict[Any, Any] = {}
+    first: dict[str, str] = {}  # of a name: another one of its prompt, in the end the first
+    asked: dict[tuple[int, ...], str] = {}
 
-    def root(key: Any) -> Any:
-        while (above := joined.setdefault(key, key)) != key:
-            key = above
-        return key
+    def root(name: str) -> str:
+        while (above := first.setdefault(name, name)) != name:
+            first[name] = name = first[above]  # half of the way, for the next one who asks
+        return name
 
     for text in texts:
-        one, other = root(text.prompt_name), root(text.prompt_ids)
-        # Names below tokens, and the first in order below the others, whatever the texts' order.
-        low, high = sorted((one, other), key=lambda key: (not isinstance(key, str), str(key)))
-        joined[high] = low
+        one, other = (
+            root(text.prompt_name),
+            root(asked.setdefault(text.prompt_ids, text.prompt_name)),
+        )
+        # The first in order, whatever the order of the texts.
+        first[max(one, other)] = min(one, other)
     return [root(text.prompt_name) for text in texts]

@@ -41,7 +41,8 @@ def save_curve(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
     tau.set_ylabel("held-out tokens a cycle", color="tab:red")
     for row in range(len(trained[0]["accuracy"]) if trained else 0):
         values = [entry["accuracy"][row] for entry in trained]
-        below.plot([entry["step"] for entry in trained], values, label=f"{row + 1}")
+        at = [entry["step"] for entry in trained]
+        below.plot(at, values, marker=".", label=f"{row + 1}")
     below.set_ylabel("training accuracy by row")
     below.set_xlabel("step")
     if trained:

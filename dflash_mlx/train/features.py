@@ -87,7 +87,8 @@ def _forward(target: Target, spec: FeatureSpec, batch: Sequence[Text]) -> tuple[
     """Hidden states [ΣL, H] and features [ΣL, T·H] of the texts; a long one goes in pieces."""
     stacks = [target.make_cache() for _ in batch]
     hidden, features = [], []
-    for at in range(0, max(text.length for text in batch), PASS_ROWS):
+    longest = max(text.length for text in batch)
+    for at in range(0, longest, PASS_ROWS):
         # Only a text alone is longer than one pass.
         segments = [
             Segment(mx.array(text.ids[at : at + PASS_ROWS], mx.int32), stack)
@@ -97,9 +98,13 @@ def _forward(target: Target, spec: FeatureSpec, batch: Sequence[Text]) -> tuple[
         assert tapped is not None
         hidden.append(outcome[0])
         features.append(tapped[0].astype(DTYPES[spec.dtype]))
-        for segment in segments:
-            segment.cache.commit(segment.cache.pending)
-        mx.eval(hidden[-1], features[-1], [stack.arrays() for stack in stacks])
+        if at + PASS_ROWS < longest:
+            (stack,) = stacks
+            stack.commit(stack.pending)
+            # Layers above the last tap are not run where nothing is read behind them.
+            read = len(stack) if spec.top_k else max(spec.taps) + 1
+            states = [array for cache in stack.layers[:read] for array in cache.arrays()]
+            mx.eval(features[-1], hidden[-1] if spec.top_k else [], states)
     return mx.concatenate(hidden), mx.concatenate(features)
 
 

@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from dflash_mlx.cache.kv import GROWTH_ROWS
 from dflash_mlx.draft.config import DFlash2Parts, DFlashConfig
 from dflash_mlx.errors import UsageError
 from dflash_mlx.models.base import Target
+from dflash_mlx.segment import packed
 from dflash_mlx.train.batches import Work, passes
 from dflash_mlx.train.decoding import cache_bytes
 from dflash_mlx.train.features import PASS_ROWS
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.start import target_layers
+from dflash_mlx.train.wording import shown_bytes
 
 _FLOAT = 4
 #: copies of every weight beside the forward pass: master, both moments, gradient, its clipped form
@@ -78,17 +81,31 @@ def _second_numbers(parts: DFlash2Parts, config: DFlashConfig) -> int:
     return convolutions + 3 * parts.selector_top_k * parts.selector_rank
 
 
-def target_pass_bytes(target: Target, features: int, vocab: int, longest: int) -> int:
-    """Bytes of the target's passes over a text of `longest` tokens, or as many as go into a pass.
+def target_pass_bytes(target: Target, features: int, vocab: int, lengths: Sequence[int]) -> int:
+    """Bytes of the largest pass of the target over texts of these lengths; 0 without texts.
 
     features: numbers of a token. vocab: 0 where no likely tokens are kept.
     """
     heads = max(getattr(layer.get("self_attn"), "heads", 0) for layer in target_layers(target))
-    whole = max(PASS_ROWS, longest)
-    numbers = PASS_ROWS * 24 * target.hidden_size + whole * (target.hidden_size + 2 * features)
-    numbers += 4 * vocab * whole
-    numbers += _TARGET_SCORES * heads * PASS_ROWS * longest
-    return numbers * _FLOAT + cache_bytes(target, longest)
+    caches: dict[int, int] = {}
+
+    def cached(length: int) -> int:
+        grown = -(-length // GROWTH_ROWS) * GROWTH_ROWS
+        if grown not in caches:
+            caches[grown] = cache_bytes(target, grown)
+        return caches[grown]
+
+    most = 0
+    # Sorted, so that as many short texts as a pass can hold, with a cache each, are together.
+    for batch in packed(sorted(lengths), lambda length: length, PASS_ROWS):
+        whole, longest = sum(batch), batch[-1]
+        rows = min(whole, PASS_ROWS)
+        numbers = rows * 24 * target.hidden_size + whole * (target.hidden_size + 2 * features)
+        numbers += 4 * vocab * whole
+        # A head's scores of one text after another.
+        numbers += _TARGET_SCORES * heads * min(longest, PASS_ROWS) * longest
+        most = max(most, numbers * _FLOAT + sum(map(cached, batch)))
+    return most
 
 
 def fitted(
@@ -109,7 +126,7 @@ def fitted(
     held += room.head_tokens * config.hidden_size * _FLOAT * _HEAD_COPIES
     longest = sorted(steps, key=_rows)[-_STEPS:]
     held += room.feature_size * _rows(longest[-1])
-    least = 0
+    least = one = 0
     for blocks in range(recipe.pass_blocks, 0, -1):
         parts = [part for step in longest for part in passes(step, blocks)]
         one = max(
@@ -121,6 +138,12 @@ def fitted(
         least = held + max(room.target_pass, streams * one)
         if least <= limit_bytes:
             return replace(recipe, pass_blocks=blocks)
+    if held + streams * one <= limit_bytes:
+        raise UsageError(
+            f"The target's passes over the texts take {shown_bytes(least)} with what is held "
+            f"besides, more than the {shown_bytes(limit_bytes)} there are. Raise --memory, or "
+            f"lower --max-length (now {recipe.max_length})."
+        )
     raise UsageError(
         f"A pass over one block takes {least / 1e9:.3g} GB with the target and the drafter, more "
         f"than the {limit_bytes / 1e9:.3g} GB there are. Lower --max-length (now "

@@ -76,7 +76,7 @@ def earlier_parts(file: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         stored = json.loads(file.read_text("utf-8"))
         before = list(stored.get("earlier") or [])
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return []  # it is written anew, and nothing else depends on it
     place, ours = (_place(r) for r in (stored, run))
     return before if place == ours else [*before, place]
@@ -100,9 +100,10 @@ def blocks_before(file: Path, asked: int) -> int | None:
         stored = json.loads(file.read_text("utf-8"))
         known = _recipe(stored).get("pass_blocks")
         same = stored.get("pass_blocks_asked") == asked
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return known if same and isinstance(known, int) and known > 0 else None
+    whole = isinstance(known, int) and not isinstance(known, bool)
+    return known if same and whole and known > 0 else None
 
 
 def _drafter(config: DFlashConfig) -> dict[str, Any]:

@@ -31,10 +31,10 @@ from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import Answered, answer_prompts
 from dflash_mlx.train.batches import epoch_steps
 from dflash_mlx.train.card import model_card
-from dflash_mlx.train.checkpoint import Progress
+from dflash_mlx.train.checkpoint import Progress, has_state
 from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split, usable
 from dflash_mlx.train.export import save_token_order
-from dflash_mlx.train.features import FeatureSpec, bytes_a_token
+from dflash_mlx.train.features import FeatureCache, FeatureSpec, bytes_a_token
 from dflash_mlx.train.files import write_text
 from dflash_mlx.train.folder import locked, taken
 from dflash_mlx.train.memory import Room, explained, fitted, target_pass_bytes
@@ -90,7 +90,11 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         stored = stored | {"max_position_embeddings": max(config.max_position_embeddings, longest)}
         streams = order.streams or _streams()
         # Before hours may go into features.
-        recipe = _within_memory(order, engine.target, config, trained, start, streams, voice)
+        kinds = _kinds(order, engine.target, name, config)
+        unseen = _unseen(order, work, kinds, trained, held)
+        recipe = _within_memory(
+            order, engine.target, config, trained, unseen, start, streams, voice
+        )
         task = _task(order, engine, name, config, stored, trained, held, start, work, voice)
         if order.until == "features":
             return _stage(order, engine, [*trained, *held], work / "features")
@@ -129,14 +133,16 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
     }
     write_text(order.out / "README.md", model_card(task.config, run, result, progress.history))
     if progress.history and task.measures_start and progress.best_step == 0:
-        voice.say("No step of training was better than the drafter begun with, which is kept.")
+        voice.say("Training made the drafter begun with worse, which is kept as it was.")
+    elif progress.best_tau == 1:
+        voice.say("No draft was right on held-out text: give more texts, or more steps.")
     return result
 
 
 def _tau_of_start(progress: Progress) -> float | None:
-    """Of the drafter begun with; None where the run did not begin with one."""
+    """Of the drafter begun with; None where the run began with none, and without a cycle."""
     first = progress.history[0] if progress.history else {}
-    return first["tau"] if first.get("step") == 0 else None
+    return first["tau"] or None if first.get("step") == 0 else None
 
 
 def _drafter(order: Order, engine: Engine) -> tuple[dict[str, Any], Start, str]:
@@ -210,7 +216,7 @@ def _divided(
     if len(texts) < 2:
         raise UsageError("Fewer than two usable texts. Give more prompts or answers.")
     trained, held = split(texts, recipe.held_out)
-    if len(held) < recipe.held_out:
+    if len(held) != recipe.held_out:
         voice.say(
             f"Held out: {counted(len(held), 'text')}, not {recipe.held_out}; a quarter at most, "
             "and all answers of a prompt or none."
@@ -253,6 +259,39 @@ def _answering(answered: Answered) -> str:
     )
 
 
+def _kinds(
+    order: Order, target: Target, name: str, config: DFlashConfig
+) -> tuple[FeatureSpec, FeatureSpec]:
+    """Of the features of texts trained on, and of those held out.
+
+    These are measured as generation sees them: with features of the target's own type.
+    """
+    taps = config.target_layer_ids
+    return (
+        FeatureSpec(name, taps, order.top_k, order.cache_dtype),
+        FeatureSpec(name, taps, 0, dtype_name(target.dtype)),
+    )
+
+
+def _unseen(
+    order: Order,
+    work: Path,
+    kinds: tuple[FeatureSpec, FeatureSpec],
+    trained: list[Text],
+    held: list[Text],
+) -> list[int]:
+    """Lengths of the texts that the target has to run over."""
+    if order.online:
+        return [text.length for text in (*trained, *held)]
+    caches = [FeatureCache(work / "features", kind) for kind in kinds]
+    return [
+        text.length
+        for cache, texts in zip(caches, (trained, held), strict=True)
+        for text in texts
+        if text not in cache
+    ]
+
+
 def _task(
     order: Order,
     engine: Engine,
@@ -265,11 +304,8 @@ def _task(
     work: Path,
     voice: Voice,
 ) -> Task:
-    target, taps = engine.target, config.target_layer_ids
-    own = dtype_name(target.dtype)
-    spec = FeatureSpec(name, taps, order.top_k, order.cache_dtype)
-    # What is held out is measured as generation sees it: features of the target's own type.
-    exact = FeatureSpec(name, taps, 0, own)
+    target = engine.target
+    spec, exact = _kinds(order, target, name, config)
     features: Offline | Online
     held_features: Offline | Online
     if order.online:
@@ -319,17 +355,17 @@ def _within_memory(
     target: Target,
     config: DFlashConfig,
     trained: list[Text],
+    unseen: list[int],
     start: Start,
     streams: int,
     voice: Voice,
 ) -> Recipe:
     """The recipe for this drafter, with as few blocks a pass as memory asks for."""
     asked = order.recipe.pass_blocks
-    before = blocks_before(order.out / "run.json", asked) or asked
+    before = (has_state(order.out) and blocks_before(order.out / "run.json", asked)) or asked
     recipe = replace(order.recipe, block_size=config.block_size, pass_blocks=min(asked, before))
     limit_bytes = _memory_limit(order)
     used = {token for text in trained for token in text.answer_ids}
-    longest = max(text.length for text in trained)
     spec = FeatureSpec("", config.target_layer_ids, order.top_k, order.cache_dtype)
     vocab = target.vocab_size if order.top_k else 0
     read = len(spec.taps) * target.hidden_size
@@ -337,17 +373,19 @@ def _within_memory(
         sum(array.size for array in start.weights.values()),
         len(used) + recipe.negatives,
         bytes_a_token(spec, target.hidden_size),
-        target_pass_bytes(target, read, vocab, longest),
+        target_pass_bytes(target, read, vocab, unseen),
     )
     steps = epoch_steps(
         trained, 0, seed=recipe.seed, anchors=recipe.anchors, blocks=recipe.step_blocks
     )
     fits = fitted(recipe, config, room, steps, limit_bytes, streams)
-    if fits.pass_blocks != recipe.pass_blocks:
+    if fits.pass_blocks < recipe.pass_blocks:
         voice.say(
-            f"{fits.pass_blocks} blocks a pass instead of {recipe.pass_blocks}, so that "
+            f"{fits.pass_blocks} blocks a pass instead of {asked}, so that "
             f"{shown_bytes(limit_bytes)} suffice."
         )
+    elif before < asked:
+        voice.say(f"{before} blocks a pass instead of {asked}, as in the run's part before.")
     return replace(recipe, pass_blocks=fits.pass_blocks)
 
 

@@ -181,7 +181,8 @@ class Trainer:
         if differing:
             raise UsageError(
                 f"{self.folder} holds a run with other settings ({'; '.join(differing)}). Give "
-                "those again, or another folder."
+                "those again, or another folder (with this one as --init to train its drafter "
+                "further)."
             )
         if self.progress.history and not has_drafter(self.folder):
             raise UsageError(
@@ -303,7 +304,9 @@ class Trainer:
         tau = whole.tokens_per_cycle
         progress = self.progress
         # With nothing held out there is no best one: the last is kept.
-        if tau > progress.best_tau or not progress.history or not sets:
+        # The same where no held-out answer is long enough for a cycle.
+        better = tau > progress.best_tau or (tau == progress.best_tau and not progress.best_step)
+        if better or not progress.history or not whole.accepts:
             progress.best_tau, progress.best_step = tau, progress.step
             save_drafter(self.folder, self.task.stored_config, self.parameters)
         report = self._summary(tau)
