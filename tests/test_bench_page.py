@@ -19,7 +19,7 @@ from dflash_mlx.bench.plots import Series
 #: names as long as they get
 FACTS = {
     "model": "models/an-organisation-with-a-long-name/A-Model-123B-A45B-Instruct-2607-FP8-dynamic",
-    "drafter": "asset:smollm2-135m-dflash2-b6",
+    "drafter": "asset:smollm2-135m-dflash2-b8",
     "machine": {
         "chip": "AMD EPYC 9B14 96-Core Processor",
         "kernels": "MLX's operations: MLX has no Metal device here.",

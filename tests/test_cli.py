@@ -333,7 +333,7 @@ def test_models_shows_more_on_a_wide_terminal(run: Run, monkeypatch: pytest.Monk
 
 def test_models_counts_what_is_on_disk(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the embedded drafter, and of a target that the hub module says is here."""
-    folder = paths.assets_dir() / "smollm2-135m-dflash2-b6"
+    folder = paths.assets_dir() / "smollm2-135m-dflash2-b8"
     drafter = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     (row,) = json.loads(run("models", "SMOLLM2", "--json")[1])
     assert row["target_path"] is None

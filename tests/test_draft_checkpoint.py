@@ -103,9 +103,9 @@ def test_a_target_given_as_drafter_is_told_apart(tmp_path: Path) -> None:
 
 def test_embedded_drafter_opens_and_drafts() -> None:
     target = BorrowedTarget(hidden=576, layers=30, vocab=49152)
-    folder = assets_dir() / "smollm2-135m-dflash2-b6"
+    folder = assets_dir() / "smollm2-135m-dflash2-b8"
     drafter = open_drafter(folder, target, dtype=mx.float32)
-    assert (drafter.block_size, drafter.taps) == (6, (1, 8, 14, 20, 27))
+    assert (drafter.block_size, drafter.taps) == (8, (1, 8, 14, 20, 27))
     cache = drafter.make_cache()
     drafter.observe(mx.random.normal((1, 3, 2880), key=mx.random.key(0)), cache)
     first = drafter.draft_logits(mx.array([11]), 5, cache)

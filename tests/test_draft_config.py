@@ -26,9 +26,9 @@ def parsed(variant: str = "full", **overrides: Any) -> DFlashConfig:
 
 
 def test_embedded_drafter() -> None:
-    file = assets_dir() / "smollm2-135m-dflash2-b6" / "config.json"
+    file = assets_dir() / "smollm2-135m-dflash2-b8" / "config.json"
     config = parse_config(json.loads(file.read_text()))
-    assert (config.block_size, config.mask_token_id) == (6, 3)
+    assert (config.block_size, config.mask_token_id) == (8, 3)
     assert config.target_layer_ids == (1, 8, 14, 20, 27)
     assert config.feature_size == 5 * 576
     assert (config.windows, config.causal) == ((None, None), (False, False))

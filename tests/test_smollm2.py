@@ -89,11 +89,12 @@ def test_dflash_text_equals_plain_text(texts, goldens):
         histogram = text["accept_histogram"]
         assert sum(histogram) == text["cycles"]
         assert sum(a * n for a, n in enumerate(histogram)) == text["accepted"]
-    # Measured 31 in 73; the bounds leave room for another machine's near-ties.
-    assert sum(t["accepted"] for t in texts["dflash"]) >= 25
-    assert sum(t["cycles"] for t in texts["dflash"]) >= 65
+    # Measured 46 in 60, 106 tokens; the bounds leave room for another machine's near-ties.
+    accepted, cycles = (sum(t[key] for t in texts["dflash"]) for key in ("accepted", "cycles"))
+    assert accepted >= 38
+    assert accepted + cycles >= 100
 
 
 def test_the_embedded_drafter_agrees_with_the_target(texts):
-    # Measured 1.82 in 32 tokens; without agreement it is 1.
-    assert texts["learned"][0]["tokens_per_cycle"] > 1.6
+    # Measured 2.07 in 32 tokens; without agreement it is 1.
+    assert texts["learned"][0]["tokens_per_cycle"] > 1.8
