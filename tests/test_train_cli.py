@@ -95,12 +95,8 @@ def test_a_stage_tells_how_long_it_will_take(monkeypatch):
         stages.show("answers", done, 10)
     assert said == ["answers: 2 of 10", "answers: 5 of 10, 0:05:00 left", "answers: 10 of 10"]
     said.clear()
-    for done, total in (
-        (0, 10),
-        (10, 10),
-        (0, 4),
-        (1, 4),
-    ):  # the second part has a clock of its own
+    # The second part has a clock of its own.
+    for done, total in ((0, 10), (10, 10), (0, 4), (1, 4)):
         stages.show("features", done, total)
     assert said[2:] == ["features: 0 of 4", "features: 1 of 4, 0:04:30 left"]
 

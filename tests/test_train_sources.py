@@ -217,6 +217,10 @@ def test_turns_and_wordings_of_a_prompt_are_held_out_together():
     assert len(held) == 6
     assert not {text.prompt_ids for text in trained} & {text.prompt_ids for text in held}
     assert {text.name for text in split(drawn[::-1], 6)[1]} == {text.name for text in held}
+    # Whatever their order, and also where every name comes before all others so far.
+    one = [Text(f"{i:06}", (7,), (1, 2, 3)) for i in range(20_000)]
+    assert split(one[::-1] + drawn, 6)[1] == held
+    assert split(one, 6)[1] == []  # one prompt: all of it, or nothing
     # A prompt has more texts than may be held out: the smallest is, rather than none.
     assert len(split(texts[:8] + texts[8:10], 1)[1]) == 2
     assert split(texts[:4], 1) == (texts[:4], [])

@@ -22,6 +22,7 @@ from dflash_mlx.train.checkpoint import STATE, load_state
 from dflash_mlx.train.interrupt import exit_code, stopped_by_signals
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.record import blocks_before, earlier_parts
 from dflash_mlx.train.run import Voice, train
 from dflash_mlx.train.shape import Shape
 from dflash_mlx.train.sources import Offline
@@ -125,6 +126,22 @@ def test_a_signal_that_ends_a_program_leaves_a_state(order, whole, number, monke
     assert same(order.out, whole)
 
 
+def stopped_behind(step: int, order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin the run and stop it when so many of its steps are done."""
+    count = trainer.Trainer._count
+
+    def counting(self, result):
+        count(self, result)
+        if self.progress.step == step:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_count", counting)
+        with pytest.raises(KeyboardInterrupt):
+            train(order)
+    assert state_of(order.out)[1].step == step
+
+
 @pytest.mark.parametrize("kind", ["DFlash 2", "bfloat16", "soft, online"])
 def test_other_kinds_of_runs_go_on_bit_for_bit(kind, order, tmp_path, monkeypatch):
     asked = {
@@ -133,19 +150,8 @@ def test_other_kinds_of_runs_go_on_bit_for_bit(kind, order, tmp_path, monkeypatc
         "soft, online": replace(order, recipe=replace(RECIPE, soft=0.5), online=True),
     }[kind]
     train(asked)
-    count = trainer.Trainer._count
-
-    def counting(self, result):
-        count(self, result)
-        if self.progress.step == 3:
-            raise KeyboardInterrupt
-
     stopped = replace(asked, out=tmp_path / "stopped")
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_count", counting)
-        with pytest.raises(KeyboardInterrupt):
-            train(stopped)
-    assert state_of(stopped.out)[1].step == 3
+    stopped_behind(3, stopped, monkeypatch)
     train(stopped)
     assert same(stopped.out, asked.out)
 
@@ -193,19 +199,9 @@ def test_whoever_runs_out_of_memory_can_follow_the_advice(order, whole, monkeypa
 def test_a_run_goes_on_with_the_passes_it_began_with(order, whole, monkeypatch):
     """Its sums are the same where there is more memory now, too. Others may be asked for."""
     fits = run.fitted
-    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
-    count = trainer.Trainer._count
-
-    def counting(self, result):
-        count(self, result)
-        if self.progress.step == 2:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_count", counting)
         patch.setattr(run, "fitted", lambda recipe, *rest: replace(recipe, pass_blocks=4))
-        with pytest.raises(KeyboardInterrupt):
-            train(order)
+        stopped_behind(2, order, patch)
     seen = []
     monkeypatch.setattr(
         run, "fitted", lambda recipe, *rest: seen.append(recipe) or fits(recipe, *rest)
@@ -219,6 +215,37 @@ def test_a_run_goes_on_with_the_passes_it_began_with(order, whole, monkeypatch):
     assert seen.pop().pass_blocks == 5
     assert [part["pass_blocks"] for part in read_json(file)["earlier"]] == [4]
     assert sum("with other --pass-blocks" in line for line in told) == 1
+
+
+def test_passes_of_a_run_that_never_had_a_state_are_forgotten(order, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "fitted", lambda recipe, *rest: replace(recipe, pass_blocks=1))
+        patch.setattr(trainer.Trainer, "run", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(order)
+    assert read_json(order.out / "run.json")["recipe"]["pass_blocks"] == 1
+    train(order)
+    assert read_json(order.out / "run.json")["recipe"]["pass_blocks"] == RECIPE.pass_blocks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]", "null", "7", "[" * 200_000, "{",
+        '{"pass_blocks_asked": 6, "recipe": {"pass_blocks": true}}',
+        '{"pass_blocks_asked": 6, "recipe": {"pass_blocks": -1}}',
+        '{"pass_blocks_asked": 6, "recipe": ["pass_blocks"]}',
+        '{"pass_blocks_asked": 7, "recipe": {"pass_blocks": 3}}',
+    ],
+)  # fmt: skip
+def test_a_damaged_run_json_says_nothing_of_passes(text, tmp_path):
+    file = tmp_path / "run.json"
+    assert blocks_before(file, 6) is None
+    file.write_text('{"pass_blocks_asked": 6, "recipe": {"pass_blocks": 3}}')
+    assert blocks_before(file, 6) == 3
+    file.write_text(text)
+    assert blocks_before(file, 6) is None
+    assert isinstance(earlier_parts(file, {}), list)
 
 
 def test_a_step_reads_the_features_of_a_text_once(order, monkeypatch):
@@ -276,18 +303,7 @@ def test_what_serves_the_drafter_finds_its_weights_only(order, whole):
 
 
 def test_a_state_where_earlier_versions_put_it_is_gone_on_from(order, whole, monkeypatch):
-    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
-    count = trainer.Trainer._count
-
-    def counting(self, result):
-        count(self, result)
-        if self.progress.step == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_count", counting)
-        with pytest.raises(KeyboardInterrupt):
-            train(order)
+    stopped_behind(3, order, monkeypatch)
     (order.out / STATE).rename(order.out / "state.safetensors")
     (order.out / STATE).parent.rmdir()
     train(order)

@@ -130,10 +130,11 @@ class _Work:
             if len(ids) >= self._longest:
                 self.skipped += len(prompt.answer_names) - conversation.turn
                 return
-            known = self._given.get(ids) or self._file.texts.get(name)
+            given = self._given.get(ids)
+            known = given or self._file.texts.get(name)
             if known is None:
                 break
-            if known is self._file.texts.get(name):
+            if given is None:
                 self._check(known, ids, prompt)
             self.texts[name] = replace(known, name=name)
             if not conversation.answer(known.answer_ids):

@@ -201,7 +201,7 @@ def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]
 
     At most `held_out` texts and a quarter of all are held out. Turns, wordings and further answers
     of one prompt stay together: what was trained on says much about them. Where that leaves none,
-    the smallest prompt is held out.
+    the smallest prompt is held out, if it is a quarter of all at most.
     """
     room = min(held_out, len(texts) // 4)
     prompt_of = _prompts(texts)
@@ -232,10 +232,8 @@ def _prompts(texts: Sequence[Text]) -> list[str]:
         return name
 
     for text in texts:
-        one, other = (
-            root(text.prompt_name),
-            root(asked.setdefault(text.prompt_ids, text.prompt_name)),
-        )
+        one = root(text.prompt_name)
+        other = root(asked.setdefault(text.prompt_ids, one))
         # The first in order, whatever the order of the texts.
         first[max(one, other)] = min(one, other)
     return [root(text.prompt_name) for text in texts]

@@ -32,16 +32,14 @@ def save_curve(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
     trained = [entry for entry in history if entry["loss"] is not None]
-    above.plot(
-        [entry["step"] for entry in trained], [entry["loss"] for entry in trained], marker="."
-    )
+    at = [entry["step"] for entry in trained]
+    above.plot(at, [entry["loss"] for entry in trained], marker=".")
     above.set_ylabel("loss (weighted mean)")
     tau = above.twinx()
     tau.plot(steps, [entry["tau"] for entry in history], marker=".", color="tab:red")
     tau.set_ylabel("held-out tokens a cycle", color="tab:red")
     for row in range(len(trained[0]["accuracy"]) if trained else 0):
         values = [entry["accuracy"][row] for entry in trained]
-        at = [entry["step"] for entry in trained]
         below.plot(at, values, marker=".", label=f"{row + 1}")
     below.set_ylabel("training accuracy by row")
     below.set_xlabel("step")

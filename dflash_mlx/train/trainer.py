@@ -303,8 +303,8 @@ class Trainer:
         whole = joined(sets)
         tau = whole.tokens_per_cycle
         progress = self.progress
-        # With nothing held out there is no best one: the last is kept.
-        # The same where no held-out answer is long enough for a cycle.
+        # Without a cycle on held-out text there is no best one: the last is kept. What held-out
+        # text cannot tell from the drafter begun with has been trained, at least.
         better = tau > progress.best_tau or (tau == progress.best_tau and not progress.best_step)
         if better or not progress.history or not whole.accepts:
             progress.best_tau, progress.best_step = tau, progress.step
