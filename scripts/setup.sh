@@ -4,8 +4,10 @@
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="${DFLASH_VENV:-$root/.venv}"
+venv="${venv%/}"
 mark="$venv/.dflash-ready" # last line of a finished set-up
 owned="$venv/.dflash-owned" # this folder was made here and may be removed here
+lock="$venv.locked"
 unset PYTHONPATH PYTHONHOME
 
 fail() {
@@ -54,25 +56,47 @@ is_ready() {
     [ "$key" = "$(setup_key)" ] && { [ -z "$1" ] || [ "$extra" = "$1" ]; }
 }
 
+# The lock is a symbolic link to the number of its process: made in one step with its owner in it,
+# removed in one step, and there without flock, which macOS lacks.
 lock_setup() {
-    local waited=0 owner
+    local waited=0 owner refusal
     mkdir -p "$(dirname "$venv")" || fail "Cannot create $(dirname "$venv")."
-    until mkdir "$venv.lock" 2>/dev/null; do
-        [ -d "$venv.lock" ] || fail "Cannot write in $(dirname "$venv")."
-        owner="$(cat "$venv.lock/pid" 2>/dev/null || true)"
-        if { [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; } ||
-            { [ -z "$owner" ] && [ "$waited" -gt 25 ]; }; then
-            rm -rf "$venv.lock" # its set-up was killed
+    [ -L "$lock" ] || [ ! -e "$lock" ] || fail "$lock is in the way. Remove it and run this again."
+    until refusal="$(LC_ALL=C ln -sn "$$" "$lock" 2>&1)"; do
+        # "File exists" also when it has gone since: its owner has just finished.
+        case "$refusal" in
+            *"File exists"*) ;;
+            *) fail "Cannot write in $(dirname "$venv"): $refusal" ;;
+        esac
+        owner="$(readlink "$lock" || true)"
+        if [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; then
+            break_lock "$owner"
             continue
         fi
         [ "$waited" -gt 0 ] || say "another one is running (process ${owner:-?}); waiting for it"
         waited=$((waited + 1))
         sleep 0.2
     done
-    trap 'rm -rf "$venv.lock"' EXIT
+    trap 'rm -f "$lock"' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
-    echo $$ >"$venv.lock/pid"
+}
+
+# break_lock OWNER: remove the lock of a set-up that was killed. One process at a time, and only
+# while it is still OWNER's: of two that saw a dead owner, the first may hold the lock by now.
+break_lock() {
+    local breaker
+    if ln -sn "$$" "$lock.break" 2>/dev/null; then
+        [ "$(readlink "$lock" || true)" != "$1" ] || rm -f "$lock"
+        rm -f "$lock.break"
+        return
+    fi
+    breaker="$(readlink "$lock.break" || true)"
+    if [ -n "$breaker" ] && ! kill -0 "$breaker" 2>/dev/null &&
+        [ "$(readlink "$lock.break" || true)" = "$breaker" ]; then
+        fail "A set-up that was killed left $lock and $lock.break. Remove both and run this again."
+    fi
+    sleep 0.2
 }
 
 # Make the environment anew unless a whole one of the same Python stands there.
@@ -109,6 +133,6 @@ setup() {
         mv "$mark.new" "$mark"
         say "done"
     fi
-    rm -rf "$venv.lock"
+    rm -f "$lock"
     trap - EXIT INT TERM HUP
 }

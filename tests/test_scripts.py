@@ -32,7 +32,7 @@ case "$*" in
     echo "pip is noisy"
     if [ -f "{folder}/fail" ]; then exit 1; fi
     if [ -f "{folder}/kill" ]; then kill -9 $PPID; exit 1; fi
-    if [ -f "{folder}/slow" ]; then sleep 1; fi ;;
+    while [ -f "{folder}/hold" ]; do sleep 0.05; done ;;
 "-m pytest"*) echo "pytest in $PWD:${{*:3}}" ;;
 esac
 """
@@ -88,7 +88,7 @@ def checkout(tmp_path: Path) -> Checkout:
     tools.mkdir()
     for name in (
         "bash", "env", "dirname", "basename", "cksum", "mkdir", "rm", "mv", "cp", "cat", "sed",
-        "ls", "sleep", "chmod",
+        "ls", "sleep", "chmod", "ln", "readlink",
     ):  # fmt: skip
         (tools / name).symlink_to(shutil.which(name) or name)
     return Checkout(root, tools, tmp_path / "log")
@@ -149,7 +149,7 @@ def test_no_fitting_python_is_one_sentence(checkout: Checkout) -> None:
         "No Python 3.11, 3.12 or 3.13 was found on the PATH. "
         "Install one (python.org, your package manager) and run this again.\n",
     )
-    assert not (checkout.root / ".venv.lock").exists()
+    assert not list(checkout.root.glob(".venv*"))
 
 
 def test_a_python_without_ensurepip_is_one_sentence(checkout: Checkout) -> None:
@@ -236,23 +236,80 @@ def test_a_folder_of_the_user_is_never_removed(checkout: Checkout, tmp_path: Pat
 
 def test_two_set_ups_at_once_make_one_environment(checkout: Checkout) -> None:
     checkout.add_python("python3", "3.12")
-    checkout.switch("slow", True)
-    both = [checkout.start("dflash", "x") for _ in range(2)]
-    outputs = [process.communicate(timeout=60) for process in both]
-    assert [out for out, _ in outputs] == ["ran:x\n", "ran:x\n"]
+    checkout.switch("hold", True)
+    first = checkout.start("dflash", "x")
+    while not checkout.calls("-m pip install"):
+        assert first.poll() is None
+        time.sleep(0.02)
+    second = checkout.start("dflash", "y")
+    assert second.stderr is not None
+    assert f"(process {first.pid}); waiting for it" in second.stderr.readline()
+    checkout.switch("hold", False)
+    outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert outputs == ["ran:x\n", "ran:y\n"]
     assert checkout.calls("-m venv") == checkout.calls("-m pip install") == 1
-    assert any("waiting for it" in err for _, err in outputs)
+
+
+def stand_in_for_ln(checkout: Checkout, text: str) -> None:
+    (checkout.bin / "ln").unlink()
+    (checkout.bin / "ln").write_text(f"#!/bin/bash\n{text}\n")
+    (checkout.bin / "ln").chmod(0o755)
+
+
+def test_a_set_up_that_ends_while_another_asks_for_its_lock_is_no_error(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    seen = checkout.root / "seen"
+    refusal = 'echo "ln: failed to create symbolic link: File exists" >&2; exit 1'
+    stand_in_for_ln(
+        checkout,
+        f'[ -f "{seen}" ] || {{ : >"{seen}"; {refusal}; }}\nexec {shutil.which("ln")} "$@"',
+    )
+    code, out, err = checkout.run("dflash", "x")
+    assert (code, out) == (0, "ran:x\n"), err
+    assert seen.exists()
+
+
+def test_a_folder_that_cannot_be_written_in_is_one_sentence(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    stand_in_for_ln(checkout, "echo 'ln: here: Read-only file system' >&2; exit 1")
+    assert checkout.run("dflash") == (
+        2,
+        "",
+        f"Cannot write in {checkout.root}: ln: here: Read-only file system\n",
+    )
+
+
+def dead_process() -> int:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return ended.pid
 
 
 def test_the_lock_of_a_killed_set_up_does_not_block(checkout: Checkout) -> None:
     checkout.add_python("python3", "3.12")
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    (checkout.root / ".venv.lock").mkdir()
-    (checkout.root / ".venv.lock/pid").write_text(str(ended.pid))
-    _, out, err = checkout.run("dflash", "x")
-    assert out == "ran:x\n"
-    assert "waiting" not in err
+    (checkout.root / ".venv.locked").symlink_to(str(dead_process()))
+    several = [checkout.start("dflash", "x") for _ in range(4)]
+    outputs = [process.communicate(timeout=60) for process in several]
+    assert [out for out, _ in outputs] == ["ran:x\n"] * 4, outputs
+    assert checkout.calls("-m venv") == checkout.calls("-m pip install") == 1
+    assert [path.name for path in checkout.root.glob(".venv*")] == [".venv"]
+
+
+def test_what_is_no_lock_stays_and_is_named(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.12")
+    lock = checkout.root / ".venv.locked"
+    lock.mkdir()
+    message = f"{lock} is in the way. Remove it and run this again.\n"
+    assert checkout.run("dflash") == (2, "", message)
+    assert list(lock.iterdir()) == []
+    lock.rmdir()
+    for name in (".venv.locked", ".venv.locked.break"):
+        (checkout.root / name).symlink_to(str(dead_process()))
+    code, out, err = checkout.run("dflash")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"A set-up that was killed left {lock} and {lock}.break. Remove both and run this again.\n"
+    )
 
 
 def test_foreign_python_paths_stay_out(checkout: Checkout) -> None:
