@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import signal
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from dflash_mlx.cli import console, main
+from dflash_mlx.cli import app, console, main
 from dflash_mlx.cli import train as cli_train
-from dflash_mlx.train import run
+from dflash_mlx.train import run, wording
 from dflash_mlx.train.interrupt import Ended
 from dflash_mlx.train.order import Order
+from dflash_mlx.train.recipe import Recipe
 
 
 def ordered(monkeypatch, tmp_path: Path, *options: str) -> Order:
@@ -99,6 +102,10 @@ def test_a_stage_tells_how_long_it_will_take(monkeypatch):
     for done, total in ((0, 10), (10, 10), (0, 4), (1, 4)):
         stages.show("features", done, total)
     assert said[2:] == ["features: 0 of 4", "features: 1 of 4, 0:04:30 left"]
+    said.clear()
+    for done in (0, 1, 2, 3):  # all within a tenth, which may take an hour
+        stages.show("features", done, 1000)
+    assert said == ["features: 0 of 1000", "features: 2 of 1000, 24:57:00 left"]
 
 
 @pytest.mark.parametrize("terminal_gone", [False, True])
@@ -127,3 +134,12 @@ def test_a_stopped_run_ends_with_the_code_of_its_signal(
     assert end.value.code == code
     told = "The same command goes on from what has been stored." in capsys.readouterr().err
     assert told != terminal_gone
+
+
+def test_settings_are_named_by_options_that_there_are():
+    params = get_command(app).commands["train"].params
+    options = {name for param in params for name in (*param.opts, *param.secondary_opts)}
+    settings = {*wording._OPTIONS, *wording._NAMED_LIKE_OPTIONS}
+    named = {wording.as_option(name) for name in settings}
+    assert {name for name in named if name.startswith("--")} <= options
+    assert wording._NAMED_LIKE_OPTIONS - {"init"} <= {field.name for field in fields(Recipe)}

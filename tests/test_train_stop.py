@@ -265,8 +265,13 @@ def test_a_step_reads_the_features_of_a_text_once(order, monkeypatch):
 def test_a_drafter_of_another_shape_is_refused_by_what_differs(order, whole):
     with pytest.raises(UsageError) as refused:
         train(replace(order, out=whole, shape=Shape(layers=2, taps=2)))
-    assert "config num_hidden_layers: 1 -> 2" in str(refused.value)
-    assert "hidden_size" not in str(refused.value)
+    assert "(--layers: 1 -> 2)" in str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        train(replace(order, out=whole, recipe=replace(RECIPE, learning_rate=1e-5, block_size=3)))
+    assert f"--block-size: {RECIPE.block_size} -> 3; --lr: " in str(refused.value)
+    assert str(refused.value).count("--block-size") == 1
+    with pytest.raises(UsageError, match=r"--held-out: .*; hash of the texts to train on: "):
+        train(replace(order, out=whole, recipe=replace(RECIPE, held_out=0)))
 
 
 def test_too_little_memory_is_told_before_features_are_made(order):

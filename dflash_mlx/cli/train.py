@@ -275,11 +275,15 @@ def _windows(given: str | None) -> int | tuple[int | None, ...] | None:
     return windows[0] if len(windows) == 1 and windows[0] is not None else windows
 
 
+#: seconds without a line at which a person begins to wonder
+_SILENCE = 120
+
+
 class _Stages:
-    """A line for each tenth of a stage, so that a log stays short, with the time left."""
+    """A line for each tenth of a stage and every two minutes, with the time left."""
 
     def __init__(self) -> None:
-        self._shown: dict[str, int] = {}
+        self._shown: dict[str, tuple[int, float]] = {}  # tenth, when
         self._done: dict[str, int] = {}
         self._began: dict[str, tuple[float, int]] = {}
 
@@ -290,8 +294,9 @@ class _Stages:
         self._done[name] = done
         began, first = self._began.setdefault(name, (now, done))
         tenth = 10 * done // max(1, total)
-        if self._shown.get(name) != tenth:
-            self._shown[name] = tenth
+        before, when = self._shown.get(name, (-1, now))
+        if before != tenth or now - when >= _SILENCE:
+            self._shown[name] = tenth, now
             known = first < done < total
             left = (now - began) * (total - done) / (done - first) if known else 0
             console.say(f"{name}: {done} of {total}" + (f", {_clock(left)} left" if known else ""))

@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_mlx.errors import UsageError
 from dflash_mlx.train.loss import default_gamma
+from dflash_mlx.train.wording import as_option
 
 #: of the forward pass
 _DTYPES = ("float32", "bfloat16")
@@ -71,16 +72,17 @@ class Recipe:
         return asdict(self)
 
     def differences(self, stored: dict[str, Any]) -> list[str]:
-        """Settings that differ from a stored run's, as "name: stored -> ours".
+        """Settings that differ from a stored run's, as "option: stored -> ours".
 
         Blocks a pass may differ: a run that ran out of memory goes on with fewer.
         """
         ours = self.as_json()
         stored = {"weights": "decay", **stored}  # the only ones that earlier versions had
         names = [field.name for field in fields(self) if field.name != "pass_blocks"]
+        shown = {**{n: as_option(n) for n in names}, "held_out": "--held-out"}
         hints = {"weights": " (--gamma paper is decay, without --gamma it is dpace)"}
         return [
-            f"{n}: {stored.get(n)} -> {ours[n]}{hints.get(n, '')}"
+            f"{shown[n]}: {stored.get(n)} -> {ours[n]}{hints.get(n, '')}"
             for n in names
             if stored.get(n) != ours[n]
         ]

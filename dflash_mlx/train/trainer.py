@@ -41,6 +41,7 @@ from dflash_mlx.train.step import (
     clipped,
     gradients,
 )
+from dflash_mlx.train.wording import as_option
 
 #: seconds between states on disk: what a machine that goes down may cost
 SAVE_SECONDS = 300.0
@@ -84,11 +85,11 @@ class Report:
 
 
 def _differing(name: str, stored: Any, ours: Any) -> list[str]:
-    """What two settings differ in, as "name: stored -> ours"; of dictionaries by key."""
+    """What two settings differ in, as "option: stored -> ours"; of dictionaries by key."""
     if stored == ours:
         return []
     if not (isinstance(stored, Mapping) and isinstance(ours, Mapping)):
-        return [f"{name}: {stored} -> {ours}"]
+        return [f"{as_option(name)}: {stored} -> {ours}"]
     keys = sorted({*stored, *ours})
     return [line for k in keys for line in _differing(f"{name} {k}", stored.get(k), ours.get(k))]
 
@@ -179,8 +180,10 @@ class Trainer:
             run["target"] = ours.get("target")
         differing += [line for k, v in ours.items() for line in _differing(k, run.get(k), v)]
         if differing:
+            # An option may set several settings, as --block-size does.
+            told = "; ".join(dict.fromkeys(differing))
             raise UsageError(
-                f"{self.folder} holds a run with other settings ({'; '.join(differing)}). Give "
+                f"{self.folder} holds a run with other settings ({told}). Give "
                 "those again, or another folder (with this one as --init to train its drafter "
                 "further)."
             )
