@@ -27,6 +27,7 @@ from dflash_mlx.train.loss import HeadSubset, Labels, Reweighed
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import agreed
 from dflash_mlx.train.shape import Shape, second_parts
+from dflash_mlx.train.start import Start, random_start, target_start
 from dflash_mlx.train.step import Objective
 from dflash_mlx.train.trainer import Trainer
 
@@ -219,6 +220,18 @@ def variants(taps: tuple[int, ...]) -> list[Variant]:
         Variant("random start", random=True),
         Variant("DFlash 2: convolutions, selector of rank 32", shape={"selector_rank": 32}),
     ]
+
+
+def recipe_of(variant: Variant, base: Recipe) -> Recipe:
+    """The base's recipe as the variant changes it, with as many rows a step: an equal budget."""
+    recipe = replace(base, **variant.recipe)
+    rows = base.step_blocks * base.block_size
+    return replace(recipe, step_blocks=rows // recipe.block_size)
+
+
+def start_of(variant: Variant, config: DFlashConfig, target: Target, seed: int) -> Start:
+    """First weights: chance, or the target's last layers."""
+    return random_start(config, seed) if variant.random else target_start(config, target, seed)
 
 
 def config_of(variant: Variant, base: dict[str, Any], recipe: Recipe) -> DFlashConfig:

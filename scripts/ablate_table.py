@@ -35,7 +35,6 @@ from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.shape import Shape, drafter_config
 from dflash_mlx.train.sources import offline
-from dflash_mlx.train.start import random_start, target_start
 from dflash_mlx.train.trainer import Task
 
 MODEL, MASK, TAPS = "SmolLM2-135M", 3, (1, 8, 14, 20, 27)
@@ -110,25 +109,20 @@ class Comparison:
         They are one training, and differ in the rows that a cycle verifies.
         """
         options, variant = self.options, variants[0]
-        settings = {
-            "block_size": 8,
-            "steps": options.steps,
-            "epochs": 10**6,  # `steps` ends the run
-            "step_blocks": options.blocks,
-            "pass_blocks": 64,
-            "learning_rate": options.lr,
-            "max_length": 512,
-            "seed": seed,
-            "weights": "decay",  # the paper's
-        }
-        recipe = Recipe(**{**settings, **variant.recipe})
-        # Equal budget: as many rows a step, whatever the block size.
-        recipe = replace(recipe, step_blocks=options.blocks * 8 // recipe.block_size)
+        base = Recipe(
+            block_size=8,
+            steps=options.steps,
+            epochs=10**6,  # `steps` ends the run
+            step_blocks=options.blocks,
+            pass_blocks=64,
+            learning_rate=options.lr,
+            max_length=512,
+            seed=seed,
+            weights="decay",  # the paper's
+        )
+        recipe = ablate.recipe_of(variant, base)
         config = ablate.config_of(variant, self.base, recipe)
-        if variant.random:
-            start = random_start(config, seed)
-        else:
-            start = target_start(config, self.target, seed)
+        start = ablate.start_of(variant, config, self.target, seed)
         with tempfile.TemporaryDirectory() as folder:
             task = self._task(variant, config)
             trainer = ablate.VariantTrainer(variant, task, recipe, start.weights, Path(folder))

@@ -9,15 +9,17 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from tiny import tiny_config, tiny_target
 
 from dflash_mlx.train.blocks import block_rows
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.loss import Labels
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.shape import Shape, drafter_config
 from dflash_mlx.train.sources import Online
-from dflash_mlx.train.start import target_start
+from dflash_mlx.train.start import random_start, target_start
 from dflash_mlx.train.trainer import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -48,12 +50,12 @@ def texts(count: int) -> list[Text]:
 def trainer_of(variant: ablate.Variant, target, folder: Path) -> ablate.VariantTrainer:
     known = tiny_config("llama", num_hidden_layers=5)
     base = drafter_config(target, known, Shape(layers=2, taps=TAPS), BLOCK, 3)
-    recipe = replace(RECIPE, **variant.recipe)
+    recipe = ablate.recipe_of(variant, RECIPE)
     config = ablate.config_of(variant, base, recipe)
     features = [Online(target, FeatureSpec("t", TAPS, 4, "float32")) for _ in range(2)]
     if variant.taps:
         features = [ablate.Chosen(each, TAPS, variant.taps) for each in features]
-    start = target_start(config, target, 0)
+    start = ablate.start_of(variant, config, target, 0)
     task = Task(target, {0}, config, base, texts(3), texts(4)[3:], *features, {})
     return ablate.VariantTrainer(variant, task, recipe, start.weights, folder)
 
@@ -80,6 +82,35 @@ def test_every_axis_of_the_paper_is_compared():
         for trained in [v.recipe.get("block_size", BLOCK)]
     }
     assert {(8, 8), (16, 16), (16, 8), (8, 16)} <= blocks
+
+
+@pytest.mark.parametrize("variant", compared(), ids=lambda v: v.name[:24])
+def test_every_variant_has_the_same_budget_of_rows(variant):
+    recipe = ablate.recipe_of(variant, replace(RECIPE, step_blocks=32))
+    assert recipe.step_blocks * recipe.block_size == 32 * BLOCK
+
+
+def test_the_random_start_has_nothing_of_the_target(target, tmp_path):
+    [variant] = [v for v in compared() if v.random]
+    trainer = trainer_of(variant, target, tmp_path)
+    made, config = dict(tree_flatten(trainer.parameters)), trainer.task.config
+    random, taken = random_start(config, 0), target_start(config, target, 0)
+    assert not random.taken
+    assert len(taken.taken) > 10
+    assert all(mx.array_equal(made[name], random.weights[name]) for name in random.weights)
+
+
+def test_half_of_the_rows_count_twice():
+    weights = mx.arange(1, 2801, dtype=mx.float32).reshape(400, 7)
+    none = mx.zeros((400, 7, 0))
+    labels = [Labels(mx.full((400, 7), n, mx.int32), weights, none, none) for n in (3, 4)]
+    halves = [np.array(ablate.half_of_the_rows(none, each).weights) for each in labels]
+    for half in halves:
+        assert set(np.unique(half / np.array(weights))) == {0.0, 2.0}
+        assert 0.45 < np.mean(half > 0) < 0.55
+    assert not np.array_equal(*halves)  # another half in every pass
+    again = ablate.half_of_the_rows(none, labels[0]).weights
+    assert np.array_equal(halves[0], again)
 
 
 @pytest.mark.parametrize("variant", compared(), ids=lambda v: v.name[:24])

@@ -27,27 +27,34 @@ TOKENS = 9
 
 def test_the_table_is_of_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(write_target(tmp_path / "target", "llama"))
-    texts = own_texts(dflash_mlx.load(target, draft=None), 5)
+    texts = own_texts(dflash_mlx.load(target, draft=None), 4)
     answers = write_answers(tmp_path / "answers.jsonl", texts)
-    recipe = Recipe(block_size=4, steps=2, step_blocks=8, pass_blocks=8, held_out=1)
-    drafter = tmp_path / "drafter"
-    train(Order(target, drafter, recipe, Shape(layers=1, taps=2), answers=[answers]))
     asked = {"one/0": "Question one?", "one/1": "And two?", "two/0": "Three?"}
-    prompts = tmp_path / "prompts.jsonl"
     rows = [json.dumps({"id": name, "prompt": text}) + "\n" for name, text in asked.items()]
+    prompts, learned = tmp_path / "prompts.jsonl", tmp_path / "learned.jsonl"
     prompts.write_text("".join(rows))
+    learned.write_text("".join(rows[:2]))  # the answer to the third one is not known
+    recipe = Recipe(
+        block_size=4, epochs=40, step_blocks=1000, pass_blocks=1000, learning_rate=2e-2, held_out=0
+    )
+    drafter = tmp_path / "drafter"
+    shape = Shape(layers=1, taps=2)
+    train(Order(target, drafter, recipe, shape, [learned], answers=[answers], max_answer=TOKENS))
     given = ["--prompts", str(prompts), "--work", str(tmp_path / "work"), "--draft", str(drafter)]
     assert drafter_tau.main([target, *given, "--max-tokens", str(TOKENS)]) == 0
     found = re.findall(r"\| (\w+) \| (\d+) \| ([\d.]+) \|", capsys.readouterr().out)
     taus = {name: float(tau) for name, _, tau in found}
     assert {name: int(count) for name, count, _ in found} == {"one": 2, "two": 1, "all": 3}
     engine = dflash_mlx.load(target, draft=str(drafter), block_size=4)
-    cycles = tokens = 0
-    for text in asked.values():
+    counts = {"one": [0, 0], "two": [0, 0], "all": [0, 0]}
+    for name, text in asked.items():
         stats = engine.generate(text, max_tokens=TOKENS).stats
-        cycles, tokens = cycles + stats.cycles, tokens + stats.cycle_tokens
-    assert cycles
-    assert taus["all"] == pytest.approx(tokens / cycles, abs=1e-3)
+        for sums in (counts[name.split("/")[0]], counts["all"]):
+            sums[0], sums[1] = sums[0] + stats.cycle_tokens, sums[1] + stats.cycles
+    expected = {name: tokens / cycles for name, (tokens, cycles) in counts.items()}
+    assert taus == pytest.approx(expected, abs=1e-3)
+    assert taus["one"] > 2
+    assert len(set(taus.values())) == 3
     # An id of two prompts would mix their answers up.
     (tmp_path / "other.jsonl").write_text(rows[0].replace("one?", "of another set?"))
     with pytest.raises(UsageError, match="Give every prompt its own id"):

@@ -63,19 +63,20 @@ def test_training_logits_are_those_of_generation(opened, variant):
     assert np.abs(np.array(expected)).max() > 1
 
 
+@pytest.mark.parametrize("value", [50.0, -1e6])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_block_does_not_depend_on_features_at_or_after_its_anchor(opened, variant):
+def test_a_block_does_not_depend_on_features_at_or_after_its_anchor(opened, variant, value):
     drafter, features = opened(variant)
     before = training_rows(drafter, features)
     for block, (sequence, anchor) in enumerate((s, a) for s in range(2) for a in ANCHORS[s]):
         disturbed = list(features)
         later = mx.arange(disturbed[sequence].shape[0])[:, None] >= int(anchor)
-        disturbed[sequence] = mx.where(later, 50.0, disturbed[sequence])
+        disturbed[sequence] = mx.where(later, value, disturbed[sequence])
         after = training_rows(drafter, disturbed)
         assert mx.array_equal(before[block], after[block])
         # The position right before the anchor does matter.
         disturbed[sequence] = mx.where(
-            mx.arange(later.shape[0])[:, None] >= int(anchor) - 1, 50.0, features[sequence]
+            mx.arange(later.shape[0])[:, None] >= int(anchor) - 1, value, features[sequence]
         )
         assert not mx.array_equal(before[block], training_rows(drafter, disturbed)[block])
 
@@ -111,6 +112,15 @@ def test_every_weight_gets_a_gradient(opened):
         for name, grad in tree_flatten(grads):
             silent = "candidate_selector" in name or name.endswith("k_proj.bias")
             assert silent or mx.abs(grad).max() > 0, name
+
+
+def test_hidden_scores_weigh_nothing():
+    """Not 1e-35 either, which would reach a sum that is nought without it."""
+    hidden = mx.full((4, 5), -1e30)
+    weights = fast_math.softmax(mx.concatenate([mx.random.normal((4, 3)), hidden], axis=-1))
+    assert mx.array_equal(weights[:, 3:], mx.zeros((4, 5)))
+    # Nor where everything is hidden but the block's own row.
+    assert fast_math.softmax(mx.array([[0.0, -1e30]])).tolist() == [[1.0, 0.0]]
 
 
 @pytest.mark.parametrize("width", [1, 7, 64])

@@ -27,7 +27,7 @@ from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.replay import Replay
 from dflash_mlx.train.run import Voice, train
-from dflash_mlx.train.shape import WINDOW_KEYS, Shape, with_windows
+from dflash_mlx.train.shape import WINDOW_KEYS, Shape, with_length, with_windows
 from dflash_mlx.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -248,6 +248,32 @@ def test_a_drafter_for_longer_texts_says_so(known, order, tmp_path):
     assert 6 < longest < 300
     config = read_json(tmp_path / "out" / "config.json")
     assert config["max_position_embeddings"] == max(known, longest)
+
+
+SCALINGS = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_frequencies_stay_when_a_drafter_gets_longer(kind, key):
+    """Scalings that do not say what they stretch fall back to max_position_embeddings."""
+    scaling = {**SCALINGS[kind], "rope_theta": 10000.0}
+    stored = {**tiny.drafter_config(), "max_position_embeddings": 64, key: scaling}
+    before = parse_config(stored)
+    naive = parse_config({**stored, "max_position_embeddings": 4096})
+    assert not mx.array_equal(before.rope.periods, naive.rope.periods)
+    made = with_length(stored, 4096)
+    assert made["max_position_embeddings"] == 4096
+    assert mx.array_equal(before.rope.periods, parse_config(made).rope.periods)
+    assert made[key] == {**scaling, "original_max_position_embeddings": 64}
+    told = {**stored, key: {**scaling, "original_max_position_embeddings": 32}}
+    assert with_length(told, 4096)[key] == told[key]
+    assert with_length(stored, 64) == stored
 
 
 def test_windows_that_would_change_the_order_in_a_block_are_refused():

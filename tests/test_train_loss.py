@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny import tiny_target
 
+from dflash_mlx.train import loss
 from dflash_mlx.train.batches import Work, anchor_candidates, draw_anchors, epoch_steps, passes
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import FeatureSpec, compute
@@ -67,7 +68,10 @@ def test_tokens_outside_the_heads_subset_have_no_weight(target, seen):
     assert made.labels.weights[0, 1].item() == 0
 
 
-def test_head_rows_are_the_targets_own(target):
+@pytest.mark.parametrize("units", [48, 7])
+def test_head_rows_are_the_targets_own(target, units, monkeypatch):
+    """However few of its columns are read at a time."""
+    monkeypatch.setattr(loss, "_HEAD_NUMBERS", units * target.vocab_size)
     rows = mx.random.normal((4, target.hidden_size), key=mx.random.key(0))
     head = HeadSubset(target, [90, 3, 3, 17])
     assert head.ids.tolist() == [3, 17, 90]

@@ -16,6 +16,7 @@ from tiny_training import own_texts, write_answers, write_target
 import dflash_mlx
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import UsageError
+from dflash_mlx.train import memory
 from dflash_mlx.train.batches import Work
 from dflash_mlx.train.corpus import Text
 from dflash_mlx.train.features import FeatureSpec, Seen, compute
@@ -177,3 +178,12 @@ def test_a_run_stays_within_the_memory_it_was_given(tmp_path, no_picture):
     bound = peak(replace(order, out=tmp_path / "bound", memory_gb=limit / 1e9))
     assert any("blocks a pass instead of 400" in line for line in told)
     assert bound <= limit
+
+
+def test_the_memory_given_is_mlx_s_limit_for_the_time_of_a_run(monkeypatch):
+    set_to = [mx.set_memory_limit(1 << 40)]
+    mx.set_memory_limit(set_to[0])
+    monkeypatch.setattr(memory.mx, "set_memory_limit", lambda size: set_to.append(size) or 77)
+    with pytest.raises(ZeroDivisionError), memory.held_to(1234):
+        1 / 0  # noqa: B018
+    assert set_to[1:] == [1234, 77]

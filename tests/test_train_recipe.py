@@ -149,7 +149,7 @@ def test_run_json_keeps_what_earlier_parts_of_the_run_ran_on(order):
     now = read_json(file)
     assert now["earlier"] == []
     other = {"versions": {"mlx": "0.0"}, "machine": "m", "blas": "b", "device": "d"}
-    blocks = {"pass_blocks": now["recipe"]["pass_blocks"]}
+    blocks = {"pass_blocks": now["recipe"]["pass_blocks"], "online": False}
     said = []
     for known in ({**now, **other}, None):
         if known:

@@ -288,9 +288,9 @@ def test_dflash_2_is_trained_and_loads(order):
 
 def test_other_settings_are_refused_by_name(finished):
     order, _ = finished
-    with pytest.raises(UsageError, match=r"learning_rate: 0\.004 -> 0\.005"):
+    with pytest.raises(UsageError, match=r"--lr: 0\.004 -> 0\.005"):
         train(replace(order, recipe=replace(RECIPE, learning_rate=5e-3)))
-    with pytest.raises(UsageError, match="init: target -> random"):
+    with pytest.raises(UsageError, match="--init: target -> random"):
         train(replace(order, init="random"))
 
 

@@ -21,10 +21,15 @@ from dflash_mlx.train.start import random_start, target_start
 
 GOLDENS = Path(__file__).parent / "goldens" / "train"
 OFFICIAL = json.loads((GOLDENS / "official.json").read_text())
-SHAPES = {
-    "v1": Shape(layers=2, taps=2),
-    "windows": Shape(layers=2, taps=3, windows=64),
-    "v2": Shape(layers=1, taps=2, selector_rank=8),
+CASES = {
+    "v1": ("llama", Shape(layers=2, taps=2)),
+    "windows": ("llama", Shape(layers=2, taps=3, windows=64)),
+    "v2": ("llama", Shape(layers=1, taps=2, selector_rank=8)),
+    "causal": ("llama", Shape(layers=2, taps=2, causal=True)),
+    # With rotary embeddings, heads and norms of their own.
+    "qwen3_5": ("qwen3_5", Shape(layers=2, taps=2)),
+    "gpt_oss": ("gpt_oss", Shape(layers=2, taps=2)),
+    "gemma4": ("gemma4", Shape(layers=2, taps=2)),
 }
 
 
@@ -33,9 +38,11 @@ def target():
     return tiny_target("llama")
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_official_class_has_the_tensors_we_write(target, name, tmp_path):
-    stored = drafter_config(target, tiny_config("llama"), SHAPES[name], 8, 3)
+@pytest.mark.parametrize("name", CASES)
+def test_the_official_class_has_the_tensors_we_write(name, tmp_path):
+    family, shape = CASES[name]
+    target = tiny_target(family)
+    stored = drafter_config(target, tiny_config(family), shape, 8, 3)
     assert stored == json.loads((GOLDENS / f"{name}.config.json").read_text())
     start = random_start(parse_config(stored), 0)
     save_drafter(tmp_path, stored, tree_unflatten(list(start.weights.items())))
@@ -46,6 +53,9 @@ def test_the_official_class_has_the_tensors_we_write(target, name, tmp_path):
     assert list(drafter.taps) == official["taps"]
     assert drafter.block_size == official["block_size"]
     assert drafter.config.mask_token_id == official["mask_token_id"]
+    rope = drafter.config.rope
+    assert np.allclose(1 / np.array(rope.periods), official["frequencies"], rtol=1e-5)
+    assert rope.magnitude == pytest.approx(official["magnitude"])
 
 
 def test_taps_are_spread_as_the_paper_spreads_them():

@@ -117,6 +117,32 @@ def test_features_go_on_behind_the_last_whole_shard(target, tmp_path, monkeypatc
     assert all(text in cache for text in TRAINED)
 
 
+def test_behind_a_kill_the_same_texts_share_a_shard(target, tmp_path, monkeypatch):
+    """And so a pass of the target, whose sums a fast BLAS orders by the number of rows."""
+    texts = [Text(f"c{i}", (1, 2, 3), (4, 5, 6, i)) for i in range(9)]
+    spec = FeatureSpec("t", (1, 2), 0, "bfloat16")
+    monkeypatch.setattr(features, "SHARD_TEXTS", 3)
+    monkeypatch.setattr(features, "SHARD_BYTES", 5 * 7 * 2 * 48 * 2)  # five texts: three and two
+    FeatureCache(tmp_path / "whole", spec).add(target, texts)
+    stopped, write = FeatureCache(tmp_path / "stopped", spec), FeatureCache._write
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureCache, "_write", lambda self, *given: write(self, *given) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stopped.add(target, texts)
+    told: list[tuple[int, int]] = []
+    offline(
+        tmp_path / "stopped", [(spec, texts)], target, None, lambda text: None,
+        lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert told == [(0, 6), (2, 6), (5, 6), (6, 6)]
+    names = [
+        sorted(file.name for file in (tmp_path / run).rglob("features-*"))
+        for run in ("whole", "stopped")
+    ]
+    assert names[0] == names[1]
+    assert len(names[0]) == 4
+
+
 def test_an_id_of_two_texts_is_refused(tmp_path):
     first = write_answers(tmp_path / "a.jsonl", TRAINED[:2])
     same = write_answers(tmp_path / "b.jsonl", TRAINED[1:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 import re
 import signal
 import subprocess
@@ -43,7 +44,7 @@ RECIPE = Recipe(
 #: a program that trains and dies without a word as soon as so many steps are counted
 DIES = """
 import os, pickle, sys
-import mlx.core as mx  # first: the BLAS of the tests
+import mlx.core as mx
 mx.set_default_device(mx.cpu)
 from dflash_mlx.train import run, trainer
 order, steps, often = pickle.loads(sys.stdin.buffer.read())
@@ -55,6 +56,21 @@ def counting(self, result):
     count(self, result)
 trainer.Trainer._count = counting
 run.train(order)
+"""
+
+
+#: the same program, alive: each run to its end, the first one from what was left of it
+GOES_ON = """
+import pickle, sys
+from dflash_mlx import fast_blas
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+from dflash_mlx.train import run
+from dflash_mlx.train.checkpoint import load_state
+orders = pickle.loads(sys.stdin.buffer.read())
+print(load_state(orders[0].out)[2].step, fast_blas.CHOICE.fast)
+for order in orders:
+    run.train(order)
 """
 
 
@@ -90,16 +106,35 @@ def same(one: Path, other: Path) -> bool:
     return arrays and ours[1] == theirs[1]
 
 
+def killed(order: Order, often: bool, blas: str = "mlx.core") -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {blas}\n{DIES}"],
+        input=pickle.dumps((order, 5, often)),
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(("often", "left"), [(False, 4), (True, 5)])
 def test_a_run_that_is_killed_goes_on_bit_for_bit(order, whole, often, left):
     """From its last measurement, or where those are far apart from the state saved in between."""
-    done = subprocess.run(
-        [sys.executable, "-c", DIES], input=pickle.dumps((order, 5, often)), check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    killed(order, often)
     assert state_of(order.out)[1].step == left
     train(order)
     assert same(order.out, whole)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one BLAS, which other tests use")
+def test_a_killed_run_goes_on_bit_for_bit_with_the_blas_of_the_program(order, tmp_path):
+    """Which orders sums by the number of rows. Features and the state are of a killed run."""
+    whole = replace(order, out=tmp_path / "whole")
+    killed(order, often=True, blas="dflash_mlx.fast_blas")
+    done = subprocess.run(
+        [sys.executable, "-c", GOES_ON], input=pickle.dumps([order, whole]), check=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert done.stdout.decode().split() == ["5", str(platform.machine() == "x86_64")]
+    assert same(order.out, whole.out)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -196,6 +231,22 @@ def test_whoever_runs_out_of_memory_can_follow_the_advice(order, whole, monkeypa
         assert mx.allclose(ours[0][name], array, atol=1e-3), name
 
 
+@pytest.mark.parametrize(
+    ("stage", "place", "online"),
+    [
+        ("Measuring", "dflash_mlx.train.trainer.replay_sets", False),
+        ("Computing features", "dflash_mlx.train.sources.compute", True),
+    ],
+)
+def test_advice_that_makes_another_run_says_so(order, stage, place, online, monkeypatch):
+    def full(*_: object) -> None:
+        raise RuntimeError("[malloc_or_wait] Unable to allocate 123 bytes.")
+
+    monkeypatch.setattr(place, full)
+    with pytest.raises(UsageError, match=f"{stage} ran .* --max-length.*, and give another folder"):
+        train(replace(order, online=online))
+
+
 def test_a_run_goes_on_with_the_passes_it_began_with(order, whole, monkeypatch):
     """Its sums are the same where there is more memory now, too. Others may be asked for."""
     fits = run.fitted
@@ -235,7 +286,7 @@ def test_passes_of_a_run_that_never_had_a_state_are_forgotten(order, monkeypatch
         '{"pass_blocks_asked": 6, "recipe": {"pass_blocks": true}}',
         '{"pass_blocks_asked": 6, "recipe": {"pass_blocks": -1}}',
         '{"pass_blocks_asked": 6, "recipe": ["pass_blocks"]}',
-        '{"pass_blocks_asked": 7, "recipe": {"pass_blocks": 3}}',
+        '{"pass_blocks_asked": 7, "recipe": {"pass_blocks": 3}, "features": 1}',
     ],
 )  # fmt: skip
 def test_a_damaged_run_json_says_nothing_of_passes(text, tmp_path):

@@ -102,7 +102,8 @@ Epochs = Annotated[int, option("Passes over the texts.", "--epochs")]
 Steps = Annotated[int | None, option("Stop the schedule at so many steps.", "--steps")]
 Rate = Annotated[float, option("Peak learning rate.", "--lr")]
 Soft = Annotated[
-    float, option("Share of the target's distribution in the labels, 0 to 1.", "--soft")
+    float,
+    option("Share of the target's 32 likeliest tokens in the labels, 0 to 1.", "--soft"),
 ]
 HeldOut = Annotated[int, option("Texts that only measure.", "--held-out")]
 Every = Annotated[int, option("Steps between measurements.", "--measure-every")]

@@ -33,6 +33,13 @@ class Answered:
     places: int  # sequences that ran at once
     seconds: float
 
+    def pace(self) -> str:
+        """A sentence on the answers of this run, of which there is one at least."""
+        return (
+            f"{counted(self.made, 'answer')} of {counted(self.tokens, 'token')}, "
+            f"{self.tokens / self.seconds:.1f} tokens/s, {self.places} at a time at most."
+        )
+
 
 def answer_prompts(
     target: Target,

@@ -142,20 +142,26 @@ class FeatureCache:
         texts: Sequence[Text],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Compute what is missing, shard by shard; each is complete on disk or not there."""
-        missing = [text for text in {_key(t): t for t in texts}.values() if text not in self]
-        if not missing:
+        """Compute what is missing, shard by shard; each is complete on disk or not there.
+
+        Shards are planned from all texts: behind a kill the same ones share a pass as without it.
+        """
+        every = list({_key(text): text for text in texts}.values())
+        count = sum(text not in self for text in every)
+        if not count:
             return
         each = bytes_a_token(self.spec, target.hidden_size)
         done = 0
-        for full in packed(missing, lambda text: text.length * each, int(SHARD_BYTES)):
+        for full in packed(every, lambda text: text.length * each, int(SHARD_BYTES)):
             for start in range(0, len(full), SHARD_TEXTS):
-                progress(done, len(missing))
-                shard = full[start : start + SHARD_TEXTS]
+                shard = [text for text in full[start : start + SHARD_TEXTS] if text not in self]
+                if not shard:
+                    continue
+                progress(done, count)
                 self._write(shard, target)
                 done += len(shard)
                 mx.clear_cache()
-        progress(len(missing), len(missing))
+        progress(count, count)
 
     def _write(self, texts: Sequence[Text], target: Target) -> None:
         arrays: dict[str, mx.array] = {}

@@ -16,8 +16,8 @@ from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.fast_math import logsumexp
 
-#: hidden units whose head rows are read in one go
-_HEAD_CHUNK = 512
+#: hidden units whose head rows are read in one go: at most, and by the numbers that come back
+_HEAD_CHUNK, _HEAD_NUMBERS = 512, 1 << 24
 
 
 def head_rows(target: Target, ids: np.ndarray, dtype: mx.Dtype) -> mx.array:
@@ -27,8 +27,9 @@ def head_rows(target: Target, ids: np.ndarray, dtype: mx.Dtype) -> mx.array:
     """
     wanted = mx.array(ids.astype(np.int32))
     columns = []
-    for start in range(0, target.hidden_size, _HEAD_CHUNK):
-        count = min(_HEAD_CHUNK, target.hidden_size - start)
+    chunk = max(1, min(_HEAD_CHUNK, _HEAD_NUMBERS // target.vocab_size))
+    for start in range(0, target.hidden_size, chunk):
+        count = min(chunk, target.hidden_size - start)
         units = np.zeros((count, target.hidden_size), np.float32)
         units[np.arange(count), start + np.arange(count)] = 1
         columns.append(target.head(mx.array(units).astype(target.dtype))[:, wanted].T.astype(dtype))

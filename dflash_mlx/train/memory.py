@@ -157,6 +157,19 @@ def _rows(step: Sequence[Work]) -> int:
 
 
 @contextmanager
+def held_to(limit_bytes: int) -> Iterator[None]:
+    """MLX gives buffers that it keeps for later back to the system before it takes more than this.
+
+    Without a limit of its own a GPU's cache of freed buffers may grow to most of the machine.
+    """
+    before = mx.set_memory_limit(limit_bytes)
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(before)
+
+
+@contextmanager
 def explained(stage: str, knobs: str) -> Iterator[None]:
     """Turn MLX's error for memory that is not there into a sentence that names what to lower."""
     try:

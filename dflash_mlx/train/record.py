@@ -83,7 +83,10 @@ def earlier_parts(file: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _place(run: dict[str, Any]) -> dict[str, Any]:
-    return {**{key: run.get(key) for key in _PLACE}, "pass_blocks": _recipe(run).get("pass_blocks")}
+    features = run.get("features")
+    online = features.get("online") if isinstance(features, dict) else None
+    place = {key: run.get(key) for key in _PLACE}
+    return {**place, "pass_blocks": _recipe(run).get("pass_blocks"), "online": online}
 
 
 def _recipe(run: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dflash_mlx.loader import dtype_name, read_target_config
 from dflash_mlx.machine import memory_bytes
 from dflash_mlx.models.base import Target
 from dflash_mlx.train.answer_file import AnswerSettings
-from dflash_mlx.train.answers import Answered, answer_prompts
+from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.batches import epoch_steps
 from dflash_mlx.train.card import model_card
 from dflash_mlx.train.checkpoint import Progress, has_state
@@ -37,13 +37,19 @@ from dflash_mlx.train.export import save_token_order
 from dflash_mlx.train.features import FeatureCache, FeatureSpec, bytes_a_token
 from dflash_mlx.train.files import write_text
 from dflash_mlx.train.folder import locked, taken
-from dflash_mlx.train.memory import Room, explained, fitted, target_pass_bytes
+from dflash_mlx.train.memory import Room, explained, fitted, held_to, target_pass_bytes
 from dflash_mlx.train.naming import hash_of, target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.record import blocks_before, described_run, earlier_parts
-from dflash_mlx.train.shape import drafter_config, mask_token, second_parts, with_windows
+from dflash_mlx.train.shape import (
+    drafter_config,
+    mask_token,
+    second_parts,
+    with_length,
+    with_windows,
+)
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
 from dflash_mlx.train.trainer import Report, Task, Trainer
@@ -67,7 +73,7 @@ def train(order: Order, voice: Voice | None = None) -> dict[str, Any]:
     voice = voice or Voice()
     if not (order.prompts or order.answers):
         raise UsageError("Nothing to train on. Give --prompts or --answers files.")
-    with taken(order.out, finished=order.until is None):
+    with taken(order.out, finished=order.until is None), held_to(_memory_limit(order)):
         return _carry_out(order, voice)
 
 
@@ -86,8 +92,7 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
             return _stage(order, engine, texts, work / "answers.jsonl")
         trained, held = _divided(order, engine, texts, voice)
         # Other programs cut texts there, so a drafter adapted to longer ones says so.
-        longest = max(text.length for text in trained)
-        stored = stored | {"max_position_embeddings": max(config.max_position_embeddings, longest)}
+        stored = with_length(stored, max(text.length for text in trained))
         streams = order.streams or _streams()
         # Before hours may go into features.
         kinds = _kinds(order, engine.target, name, config)
@@ -114,8 +119,8 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
     run["earlier"] = earlier_parts(order.out / "run.json", run) if trainer.resumed else []
     if run["earlier"]:
         voice.say(
-            "Parts of this run ran elsewhere or with other --pass-blocks (run.json, earlier): sums "
-            "may round otherwise."
+            "Parts of this run ran elsewhere, or with other --pass-blocks or --online (run.json, "
+            "earlier): sums may round otherwise."
         )
     write_text(order.out / "run.json", json.dumps(run, indent=2) + "\n")
     progress = trainer.run()
@@ -247,16 +252,9 @@ def _texts(order: Order, engine: Engine, name: str, work: Path, voice: Voice) ->
         if answered.skipped:
             voice.say(f"Left out: {counted(answered.skipped, 'prompt')} too long for an answer.")
         if answered.made:
-            voice.say(_answering(answered))
+            voice.say(answered.pace())
         return joined_texts(given, answered.texts)
     return given
-
-
-def _answering(answered: Answered) -> str:
-    return (
-        f"{counted(answered.made, 'answer')} of {counted(answered.tokens, 'token')}, "
-        f"{answered.tokens / answered.seconds:.1f} tokens/s, {answered.places} at a time at most."
-    )
 
 
 def _kinds(

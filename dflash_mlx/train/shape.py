@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from dflash_mlx.draft.config import parse_config
 from dflash_mlx.errors import UsageError
-from dflash_mlx.layers.rope import rope_scaling, rope_theta, rope_type
+from dflash_mlx.layers.rope import original_length, rope_scaling, rope_theta, rope_type
 from dflash_mlx.models import gemma4_config
 from dflash_mlx.models.base import Target
 from dflash_mlx.tokenizer import Tokenizer
@@ -168,6 +168,24 @@ def with_windows(stored: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     kept = {key: value for key, value in stored.items() if key not in WINDOW_KEYS}
     made = {**kept, **_window_keys(each)}
     return made if mixed else {**made, "is_causal": config.causal[0]}
+
+
+def with_length(stored: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """A config.json that says that the drafter knows texts of `longest` tokens.
+
+    Its frequencies stay: a scaling that falls back to max_position_embeddings gets the old one.
+    """
+    before = parse_config(dict(stored)).max_position_embeddings
+    if longest <= before:
+        return dict(stored)
+    made = {**stored, "max_position_embeddings": longest}
+    scaling = rope_scaling(stored)
+    if rope_type(scaling) in ("llama3", "yarn"):
+        known = int(original_length(scaling, stored))
+        for key in ("rope_parameters", "rope_scaling"):
+            if stored.get(key):
+                made[key] = {**stored[key], "original_max_position_embeddings": known}
+    return made
 
 
 def _window_keys(each: Sequence[int | None]) -> dict[str, Any]:

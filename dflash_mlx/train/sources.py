@@ -33,7 +33,7 @@ class Online:
 
     def read_all(self, texts: Sequence[Text]) -> list[Seen]:
         """In the order of `texts`, from as few passes of the target as their lengths allow."""
-        with explained("Computing features", "--max-length"):
+        with explained("Computing features", "--max-length, and give another folder"):
             return compute(self.target, self.spec, texts)
 
 
@@ -71,6 +71,6 @@ def offline(
             f"The features take {shown_bytes(size)} and {folder} has {shown_bytes(free)} free. "
             "Free some, put --work elsewhere, or use --online."
         )
-    for cache, texts in zip(kinds, missing, strict=True):
+    for cache, (_, texts) in zip(kinds, wanted, strict=True):
         cache.add(target, texts, progress)
     return [Offline(cache) for cache in kinds]

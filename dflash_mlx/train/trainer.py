@@ -91,6 +91,8 @@ def _differing(name: str, stored: Any, ours: Any) -> list[str]:
     if not (isinstance(stored, Mapping) and isinstance(ours, Mapping)):
         return [f"{as_option(name)}: {stored} -> {ours}"]
     keys = sorted({*stored, *ours})
+    if stored.get("num_hidden_layers") != ours.get("num_hidden_layers"):
+        keys = [key for key in keys if key != "layer_types"]  # a list of as many
     return [line for k in keys for line in _differing(f"{name} {k}", stored.get(k), ours.get(k))]
 
 
@@ -333,7 +335,8 @@ class Trainer:
         drafter = as_drafter(task.config, self.parameters, task.target, dtype_beside(task.target))
         # One text's features at a time.
         known = ((t, task.held_features.read_all([t])[0].features) for t in task.held_out)
-        with explained("Measuring", f"--max-length (now {self.recipe.max_length})"):
+        knob = f"--max-length (now {self.recipe.max_length}), and give another folder"
+        with explained("Measuring", knob):
             return replay_sets(drafter, known, task.end_ids)
 
     def _summary(self, tau: float | None) -> Report:
