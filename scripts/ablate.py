@@ -1,4 +1,4 @@
-"""What scripts/ablate compares: each variant changes one thing of the same small training run."""
+"""What scripts/ablate compares: each variant changes one thing of a small run (fusion two)."""
 
 from __future__ import annotations
 
