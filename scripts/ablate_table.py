@@ -30,6 +30,7 @@ from dflash_mlx.draft.config import DFlashConfig
 from dflash_mlx.loader import read_target_config
 from dflash_mlx.train.corpus import read_answers, split, usable
 from dflash_mlx.train.features import FeatureSpec
+from dflash_mlx.train.folder import locked
 from dflash_mlx.train.naming import target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.recipe import Recipe
@@ -82,18 +83,19 @@ class Comparison:
         trained, self.held = split(texts, options.held_out)
         self.trained = trained[: options.texts]
         name = target_name(Order(MODEL, options.work), self.engine)
-        self.features = offline(
-            options.work / "features",
-            [
-                # Likely tokens cost a pass through the target's head; soft labels alone read them.
-                (FeatureSpec(name, TAPS, 32 if soft else 0, "bfloat16"), self.trained),
-                (FeatureSpec(name, TAPS, 0, "float32"), self.held),
-            ],
-            self.target,
-            None,
-            self._say,
-            lambda done, total: self._say(f"{done} of {total}"),
-        )
+        with locked(options.work):  # two at once would write the same shards
+            self.features = offline(
+                options.work / "features",
+                [
+                    # Likely tokens, for soft labels alone, cost a pass through the head.
+                    (FeatureSpec(name, TAPS, 32 if soft else 0, "bfloat16"), self.trained),
+                    (FeatureSpec(name, TAPS, 0, "float32"), self.held),
+                ],
+                self.target,
+                None,
+                self._say,
+                lambda done, total: self._say(f"{done} of {total}"),
+            )
         shape = Shape(layers=2, taps=TAPS)
         self.base = drafter_config(
             self.target, read_target_config(self.engine.path), shape, 8, MASK
