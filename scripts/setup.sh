@@ -69,17 +69,24 @@ lock_setup() {
             *) fail "Cannot write in $(dirname "$venv"): $refusal" ;;
         esac
         owner="$(readlink "$lock" || true)"
-        if [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; then
+        if [ -n "$owner" ] && is_dead "$owner"; then
             break_lock "$owner"
             continue
         fi
-        [ "$waited" -gt 0 ] || say "another one is running (process ${owner:-?}); waiting for it"
+        [ "$waited" -gt 0 ] || say "another one is running (process ${owner:-?}); waiting for it ($lock)"
         waited=$((waited + 1))
         sleep 0.2
     done
     trap 'rm -f "$lock"' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
+}
+
+# is_dead PROCESS: whether there is none of that number; another user's is alive.
+is_dead() {
+    local why
+    why="$(LC_ALL=C kill -0 "$1" 2>&1)" && return 1
+    case "$why" in *"No such process"*) return 0 ;; *) return 1 ;; esac
 }
 
 # break_lock OWNER: remove the lock of a set-up that was killed. One process at a time, and only
@@ -92,7 +99,7 @@ break_lock() {
         return
     fi
     breaker="$(readlink "$lock.break" || true)"
-    if [ -n "$breaker" ] && ! kill -0 "$breaker" 2>/dev/null &&
+    if [ -n "$breaker" ] && is_dead "$breaker" &&
         [ "$(readlink "$lock.break" || true)" = "$breaker" ]; then
         fail "A set-up that was killed left $lock and $lock.break. Remove both and run this again."
     fi
@@ -133,6 +140,6 @@ setup() {
         mv "$mark.new" "$mark"
         say "done"
     fi
+    trap - EXIT INT TERM HUP # first: behind the next line the lock may be another's
     rm -f "$lock"
-    trap - EXIT INT TERM HUP
 }

@@ -323,6 +323,11 @@ def test_a_drafter_of_another_shape_is_refused_by_what_differs(order, whole):
     assert str(refused.value).count("--block-size") == 1
     with pytest.raises(UsageError, match=r"--held-out: .*; hash of the texts to train on: "):
         train(replace(order, out=whole, recipe=replace(RECIPE, held_out=0)))
+    # Before features are made for it, which may take hours.
+    work = order.out.parent / "work"
+    with pytest.raises(UsageError, match=r"\(--soft: 0\.0 -> 0\.5\)"):
+        train(replace(order, out=whole, work=work, recipe=replace(RECIPE, soft=0.5)))
+    assert not list(work.rglob("features-*"))
 
 
 def test_too_little_memory_is_told_before_features_are_made(order):

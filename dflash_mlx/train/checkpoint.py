@@ -89,6 +89,29 @@ def load_state(folder: Path) -> tuple[Any, Any, Progress, dict[str, Any]] | None
 
     CheckpointError for a file that is none of ours.
     """
+    opened = _opened(folder, read=True)
+    if opened is None:
+        return None
+    arrays, progress, run = opened
+    trees = [
+        tree_unflatten([(k.removeprefix(p), arrays[k]) for k in sorted(arrays) if k.startswith(p)])
+        for p in ("parameters/", "optimizer/")
+    ]
+    return trees[0], trees[1], progress, run
+
+
+def load_run(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run whose state is in the folder, without reading its arrays.
+
+    CheckpointError for a file that is none of ours.
+    """
+    opened = _opened(folder, read=False)
+    return None if opened is None else opened[2]
+
+
+def _opened(
+    folder: Path, *, read: bool
+) -> tuple[dict[str, mx.array], Progress, dict[str, Any]] | None:
     file = next((folder / name for name in (STATE, _OLD) if (folder / name).exists()), None)
     if file is None:
         return None
@@ -96,16 +119,12 @@ def load_state(folder: Path) -> tuple[Any, Any, Progress, dict[str, Any]] | None
         arrays, described = mx.load(str(file), return_metadata=True)
         if described.get("format") != _FORMAT:
             raise ValueError(f"format {described.get('format')}")
-        mx.eval(arrays)
+        if read:
+            mx.eval(arrays)
         progress = Progress(**json.loads(described["progress"]))
-        run = json.loads(described["run"])
+        return arrays, progress, json.loads(described["run"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{file} is no state of a training run that this version can read ({error}); give "
             "another folder to start that run again."
         ) from None
-    trees = [
-        tree_unflatten([(k.removeprefix(p), arrays[k]) for k in sorted(arrays) if k.startswith(p)])
-        for p in ("parameters/", "optimizer/")
-    ]
-    return trees[0], trees[1], progress, run

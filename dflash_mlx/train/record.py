@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,26 @@ def described_run(
         "device": str(mx.default_device()),
         "trained": _described(task.trained),
         "held_out": _described(task.held_out),
+    }
+
+
+def described_task(
+    order: Order,
+    target_name: str,
+    stored: Mapping[str, Any],
+    trained: Sequence[Text],
+    held: Sequence[Text],
+    start: Start,
+) -> dict[str, Any]:
+    """What a run's state keeps besides the recipe; another run has something else in it."""
+    return {
+        "target": target_name,
+        "config": dict(stored),
+        "init": order.init,
+        "init_revision": start.revision,
+        "trained": digest(trained),
+        "held_out": digest(held),
+        "features": order.cache_dtype,
     }
 
 

@@ -31,8 +31,8 @@ from dflash_mlx.train.answer_file import AnswerSettings
 from dflash_mlx.train.answers import answer_prompts
 from dflash_mlx.train.batches import epoch_steps
 from dflash_mlx.train.card import model_card
-from dflash_mlx.train.checkpoint import Progress, has_state
-from dflash_mlx.train.corpus import Text, digest, joined_texts, read_answers, split, usable
+from dflash_mlx.train.checkpoint import Progress, has_state, load_run
+from dflash_mlx.train.corpus import Text, joined_texts, read_answers, split, usable
 from dflash_mlx.train.export import save_token_order
 from dflash_mlx.train.features import FeatureCache, FeatureSpec, bytes_a_token
 from dflash_mlx.train.files import write_text
@@ -42,7 +42,7 @@ from dflash_mlx.train.naming import hash_of, target_name
 from dflash_mlx.train.order import Order
 from dflash_mlx.train.prompts import read_prompts
 from dflash_mlx.train.recipe import Recipe
-from dflash_mlx.train.record import blocks_before, described_run, earlier_parts
+from dflash_mlx.train.record import blocks_before, described_run, described_task, earlier_parts
 from dflash_mlx.train.shape import (
     drafter_config,
     mask_token,
@@ -52,7 +52,7 @@ from dflash_mlx.train.shape import (
 )
 from dflash_mlx.train.sources import Offline, Online, offline
 from dflash_mlx.train.start import Start, drafter_start, random_start, target_start
-from dflash_mlx.train.trainer import Report, Task, Trainer
+from dflash_mlx.train.trainer import Report, Task, Trainer, refuse_other
 from dflash_mlx.train.wording import counted, shown_bytes
 
 #: of the machine's memory, what a run may take when nobody says how much
@@ -100,7 +100,10 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
         recipe = _within_memory(
             order, engine.target, config, trained, unseen, start, streams, voice
         )
-        task = _task(order, engine, name, config, stored, trained, held, start, work, voice)
+        described = described_task(order, name, stored, trained, held, start)
+        if order.until is None and (known := load_run(order.out)) is not None:
+            refuse_other(order.out, known, recipe, described, engine.target)
+        task = _task(order, engine, name, config, stored, trained, held, described, work, voice)
         if order.until == "features":
             return _stage(order, engine, [*trained, *held], work / "features")
     trainer = Trainer(
@@ -298,7 +301,7 @@ def _task(
     stored: Mapping[str, Any],
     trained: list[Text],
     held: list[Text],
-    start: Start,
+    described: Mapping[str, Any],
     work: Path,
     voice: Voice,
 ) -> Task:
@@ -319,15 +322,6 @@ def _task(
                 voice.say,
                 lambda done, total: voice.stage("features", done, total),
             )
-    described = {
-        "target": name,
-        "config": dict(stored),
-        "init": order.init,
-        "init_revision": start.revision,
-        "trained": digest(trained),
-        "held_out": digest(held),
-        "features": order.cache_dtype,
-    }
     return Task(
         target,
         engine.tokenizer.end_ids,

@@ -96,6 +96,26 @@ def _differing(name: str, stored: Any, ours: Any) -> list[str]:
     return [line for k in keys for line in _differing(f"{name} {k}", stored.get(k), ours.get(k))]
 
 
+def refuse_other(
+    folder: Path, run: dict[str, Any], recipe: Recipe, ours: Mapping[str, Any], target: Target
+) -> None:
+    """UsageError where `run`, as the state in `folder` has it, is another one than ours."""
+    run = dict(run)
+    if isinstance(stored := run.get("config"), dict):  # as any packaging says it
+        run["config"] = official_config(stored, target.vocab_size, target.num_layers)
+    differing = recipe.differences(run.pop("recipe", {}))
+    if same_target(run.get("target"), ours.get("target")):
+        run["target"] = ours.get("target")
+    differing += [line for k, v in ours.items() for line in _differing(k, run.get(k), v)]
+    if differing:
+        # An option may set several settings, as --block-size does.
+        told = "; ".join(dict.fromkeys(differing))
+        raise UsageError(
+            f"{folder} holds a run with other settings ({told}). Give those again, or another "
+            "folder (with this one as --init to train its drafter further)."
+        )
+
+
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     """Of step 0 .. steps - 1: linear warm-up, then a cosine down to 0."""
     warm = max(1, round(recipe.warmup * steps))
@@ -173,22 +193,7 @@ class Trainer:
         if found is None:
             return False
         self.parameters, state, self.progress, run = found
-        if isinstance(stored := run.get("config"), dict):  # as any packaging says it
-            target = self.task.target
-            run["config"] = official_config(stored, target.vocab_size, target.num_layers)
-        differing = self.recipe.differences(run.pop("recipe", {}))
-        ours = self.task.described
-        if same_target(run.get("target"), ours.get("target")):
-            run["target"] = ours.get("target")
-        differing += [line for k, v in ours.items() for line in _differing(k, run.get(k), v)]
-        if differing:
-            # An option may set several settings, as --block-size does.
-            told = "; ".join(dict.fromkeys(differing))
-            raise UsageError(
-                f"{self.folder} holds a run with other settings ({told}). Give "
-                "those again, or another folder (with this one as --init to train its drafter "
-                "further)."
-            )
+        refuse_other(self.folder, run, self.recipe, self.task.described, self.task.target)
         if self.progress.history and not has_drafter(self.folder):
             raise UsageError(
                 f"{self.folder} has the state of a run, but not its best drafter: "
