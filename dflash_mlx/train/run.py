@@ -101,6 +101,7 @@ def _carry_out(order: Order, voice: Voice) -> dict[str, Any]:
             order, engine.target, config, trained, unseen, start, streams, voice
         )
         described = described_task(order, name, stored, trained, held, start)
+        # The trainer would refuse it, too, but behind the features.
         if order.until is None and (known := load_run(order.out)) is not None:
             refuse_other(order.out, known, recipe, described, engine.target)
         task = _task(order, engine, name, config, stored, trained, held, described, work, voice)
